@@ -54,6 +54,7 @@ find_python() {
 # use_environment EXTRAS: afterwards VENV_PYTHON has the project and these extras.
 use_environment() {
     local extras=$1 venv=${ENGRAM_VENV:-.venv} python request stamp
+    [[ $venv == /* ]] || venv=$PWD/$venv
     VENV_PYTHON=$venv/bin/python
     if ! "$VENV_PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' \
         >/dev/null 2>&1; then
