@@ -1,0 +1,78 @@
+"""Sets up JAX for the tests: eight CPU devices, and each case on every backend.
+
+Without ``-m gpu`` everything runs on the CPU, also on a machine with a GPU, so that the
+same tests mean the same everywhere. ``pytest -m gpu`` leaves JAX its default platform
+and runs the cases that are marked so; where it finds no GPU they are deselected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+hypothesis.settings.register_profile(
+    "engram", deadline=None, derandomize=True, max_examples=25, print_blob=True
+)
+hypothesis.settings.load_profile("engram")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the platform before anything starts a backend."""
+    wants_gpu = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or "")
+    if not wants_gpu:
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Deselects what needs a GPU where JAX runs on none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in set(marked)]
+
+
+@pytest.fixture(
+    params=[
+        "xla",
+        "pallas_interpret",
+        pytest.param("pallas", marks=pytest.mark.gpu),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each way to run an operation."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """The folder of the golden data; its README explains every array."""
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def v41() -> dict:
+    """The published sizes, primes and multipliers of DeepSeek-V4.1."""
+    return json.loads((GOLDEN / "v41.json").read_text())
+
+
+def load_golden(name: str) -> dict[str, np.ndarray]:
+    """Reads one golden archive whole, so that no file stays open."""
+    with np.load(GOLDEN / f"{name}.npz") as archive:
+        return {key: archive[key] for key in archive.files}
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Reads a golden archive by name: ``golden("lookup")["weight"]``."""
+    return load_golden
