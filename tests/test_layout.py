@@ -257,5 +257,6 @@ def test_hand_made_layout_is_possible_and_checked():
         ("offsets", np.array([[0, 102]])),
         ("offsets", np.array([[-1, 101]])),
     ):
+        changed: dict[str, Any] = fields | {name: value}
         with pytest.raises(ValueError, match=name):
-            EngramLayout(**fields | {name: value})
+            EngramLayout(**changed)
