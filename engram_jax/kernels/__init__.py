@@ -1,0 +1,10 @@
+"""The operations: each a function with an XLA form and a GPU kernel."""
+
+from .dispatch import Backend as Backend
+from .gate import gate as gate
+from .gate import gate_values as gate_values
+from .lookup import lookup as lookup
+from .lookup import lookup_packed as lookup_packed
+from .ngram_hash import ngram_hash as ngram_hash
+from .wkv import dequantize_weight as dequantize_weight
+from .wkv import wkv as wkv

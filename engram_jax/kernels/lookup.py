@@ -1,0 +1,213 @@
+"""Rows of an embedding table by id: dequantised, or as packed bytes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, UInt8
+
+from .. import mxfp8
+from .dispatch import Backend, resolve_backend
+from .ids import narrow_ids
+
+_FLOAT_TABLES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _check(weight, scale) -> None:
+    if weight.ndim != 2:  # noqa: PLR2004
+        raise ValueError(f"weight has shape {weight.shape}; it must be [rows, D]")
+    if scale is None:
+        if weight.dtype not in _FLOAT_TABLES:
+            raise TypeError(
+                f"weight has dtype {weight.dtype} and no scale; a table without scales "
+                "must be bfloat16, float16 or float32"
+            )
+        return
+    if weight.dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+        raise TypeError(
+            f"weight has dtype {weight.dtype}; a table with scales must be "
+            "float8_e4m3fn (or its bytes, uint8)"
+        )
+    if scale.dtype not in (jnp.uint8, jnp.float8_e8m0fnu):
+        raise TypeError(
+            f"scale has dtype {scale.dtype}; it must be uint8 or float8_e8m0fnu"
+        )
+    rows, width = weight.shape
+    if width % mxfp8.BLOCK or scale.shape != (rows, width // mxfp8.BLOCK):
+        raise ValueError(
+            f"scale has shape {scale.shape} for a weight of shape {weight.shape}; it "
+            f"must be [rows, D/{mxfp8.BLOCK}], and D a multiple of {mxfp8.BLOCK}"
+        )
+
+
+def _window(weight, row_start, row_end):
+    row_start = jnp.asarray(row_start, jnp.int32)
+    rows = jnp.int32(weight.shape[0])
+    if row_end is None:
+        return row_start, row_start + rows
+    # A window never reaches past the rows that exist.
+    return row_start, jnp.minimum(jnp.asarray(row_end, jnp.int32), row_start + rows)
+
+
+def _take(table, ids, row_start, row_end):
+    """The rows as stored, and which ids were inside; others hold row 0's bytes."""
+    inside = (ids >= row_start) & (ids < row_end)
+    local = jnp.where(inside, ids - row_start, 0)
+    return table.at[local].get(mode="promise_in_bounds"), inside[..., None]
+
+
+def _lookup_xla(weight, scale, ids, row_start, row_end):
+    if weight.shape[0] == 0:
+        dtype = jnp.bfloat16 if scale is not None else weight.dtype
+        return jnp.zeros((*ids.shape, weight.shape[1]), dtype)
+    rows, inside = _take(weight, ids, row_start, row_end)
+    if scale is not None:
+        # Bytes of the rows are cast, never the table's: a cast of the whole table
+        # would copy it.
+        rows = mxfp8.dequantize(rows, _take(scale, ids, row_start, row_end)[0])
+    return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
+
+
+def _lookup_packed_xla(weight, scale, ids, row_start, row_end):
+    if weight.shape[0] == 0:
+        return jnp.zeros((*ids.shape, weight.shape[1] + scale.shape[1]), jnp.uint8)
+    values, inside = _take(weight, ids, row_start, row_end)
+    scales, _ = _take(scale, ids, row_start, row_end)
+    return jnp.where(inside, mxfp8.pack(values, mxfp8.scale_bytes(scales)), jnp.uint8(0))
+
+
+def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
+    _check(weight, scale)
+    row_start, row_end = _window(weight, row_start, row_end)
+    ids = narrow_ids(ids)
+    packed = operation == "lookup_packed"
+
+    operands = (weight, scale, ids.reshape(-1), row_start, row_end)
+
+    def unsupported_reason(interpret):
+        if scale is None:
+            return "the table is not FP8"
+        from . import lookup_pallas
+
+        return lookup_pallas.unsupported_reason(
+            *operands, packed=packed, interpret=interpret
+        )
+
+    chosen = resolve_backend(operation, backend, unsupported_reason)
+    if scale is not None:  # an FP8 table is a constant
+        weight, scale = lax.stop_gradient((weight, scale))
+    if chosen == "xla":
+        return xla_form(weight, scale, ids, row_start, row_end)
+    from . import lookup_pallas  # here, since importing Pallas takes a second
+
+    kernel = functools.partial(
+        lookup_pallas.lookup_pallas,
+        packed=packed,
+        interpret=chosen == "pallas_interpret",
+    )
+    rows = jax.custom_batching.sequential_vmap(kernel)(
+        weight, mxfp8.scale_bytes(scale), ids.reshape(-1), row_start, row_end
+    )
+    return rows.reshape(*ids.shape, -1)
+
+
+def lookup(
+    weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
+    scale: UInt8[Array, "R D/32"] | Array | None,
+    ids: Int[Array, "..."],
+    *,
+    row_start: int | Int[Array, ""] = 0,
+    row_end: int | Int[Array, ""] | None = None,
+    backend: Backend | None = None,
+) -> BFloat16[Array, "... D"] | Float[Array, "... D"]:
+    """Read rows of a table by id, dequantised.
+
+    `out[i] = weight[ids[i] - row_start] * 2^(scale - 127)` in float32, rounded once to
+    bfloat16. An id outside [row_start, row_end) reads as zeros and touches no memory.
+
+    Reads D + D/32 bytes and writes 2 D for each id; never casts the whole table.
+
+    Gradient: an FP8 table and its scales are constants. Without scales the table is a
+    float array, rows come out in its dtype, and its gradient is a scatter-add.
+
+    Args:
+        weight: [R, D], float8_e4m3fn values or their bytes; or, with `scale=None`,
+            bfloat16, float16 or float32.
+        scale: [R, D/32] E8M0 bytes (uint8, or float8_e8m0fnu), or None.
+        ids: integers of any shape.
+        row_start: the id of the table's row 0: a shard's first row. May be traced.
+        row_end: one past the last id that this table answers for; None means
+            `row_start + R`. May be traced.
+        backend: None, "pallas", "xla" or "pallas_interpret".
+
+    Returns:
+        bfloat16 [..., D]; of a float table, its dtype.
+
+    Raises:
+        TypeError: a dtype is none of the above.
+        ValueError: shapes do not fit each other.
+        NotImplementedError: an explicit backend cannot run here.
+
+    Example:
+        >>> weight = jnp.ones((4, 32), jnp.float8_e4m3fn)
+        >>> scale = jnp.full((4, 1), 128, jnp.uint8)
+        >>> lookup(weight, scale, jnp.array([3, -1]))[:, 0]
+        Array([2, 0], dtype=bfloat16)
+    """
+    return _run(
+        "lookup", _lookup_xla, weight, scale, ids, row_start, row_end, backend
+    )
+
+
+def lookup_packed(
+    weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"],
+    scale: UInt8[Array, "R D/32"] | Array,
+    ids: Int[Array, "..."],
+    *,
+    row_start: int | Int[Array, ""] = 0,
+    row_end: int | Int[Array, ""] | None = None,
+    backend: Backend | None = None,
+) -> UInt8[Array, "... D+D/32"]:
+    """Read rows of a table by id as they are stored: D value bytes, D/32 scale bytes.
+
+    The form that exchanges and the projection take; 264 bytes a row for D = 256. An id
+    outside [row_start, row_end) reads as zero bytes.
+
+    Gradient: none, the table is a constant.
+
+    Args:
+        weight: [R, D], float8_e4m3fn values or their bytes.
+        scale: [R, D/32] E8M0 bytes (uint8, or float8_e8m0fnu).
+        ids: integers of any shape.
+        row_start: the id of the table's row 0. May be traced.
+        row_end: one past the last id answered for; None means `row_start + R`.
+        backend: None, "pallas", "xla" or "pallas_interpret".
+
+    Returns:
+        uint8 [..., D + D/32].
+
+    Raises:
+        TypeError: a dtype is none of the above, or the table has no scales.
+        ValueError: shapes do not fit each other.
+        NotImplementedError: an explicit backend cannot run here.
+
+    Example:
+        >>> weight = jnp.ones((4, 32), jnp.float8_e4m3fn)
+        >>> scale = jnp.full((4, 1), 128, jnp.uint8)
+        >>> lookup_packed(weight, scale, jnp.array([3, -1]))[:, -2:]
+        Array([[ 56, 128],
+               [  0,   0]], dtype=uint8)
+    """
+    if scale is None:
+        raise TypeError("lookup_packed reads FP8 rows with scales; scale is None")
+    return _run(
+        "lookup_packed",
+        _lookup_packed_xla,
+        weight,
+        scale,
+        ids,
+        row_start,
+        row_end,
+        backend,
+    )

@@ -1,0 +1,192 @@
+"""The projection of a token's rows to keys and value."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, UInt8
+
+from .. import mxfp8
+from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
+
+_MIN_ROWS = 16
+
+
+def _flat_rows(rows) -> Array:
+    """Rows as bfloat16 [T, C*D], whichever form they came in."""
+    if rows.dtype == jnp.uint8:
+        rows = mxfp8.dequantize(*mxfp8.unpack(rows))
+    return rows.reshape(rows.shape[0], -1)
+
+
+def _tile_scale(scale, rows: int):
+    """Scales of 32x32 blocks as one per row and 32 columns."""
+    return jnp.repeat(scale, mxfp8.BLOCK, axis=0)[:rows]
+
+
+def dequantize_weight(
+    weight: Float8e4m3fn[Array, "N K"], scale: UInt8[Array, "N/32 K/32"]
+) -> BFloat16[Array, "N K"]:
+    """Decode a projection weight with one scale per 32x32 block.
+
+    `out[n, k] = weight[n, k] * 2^(scale[n // 32, k // 32] - 127)`, exact but for
+    overflow and results below 2^-126.
+
+    Args:
+        weight: e4m3 values, or their bytes.
+        scale: E8M0 bytes [ceil(N/32), K/32].
+
+    Returns:
+        bfloat16 [N, K].
+
+    Raises:
+        ValueError: the shapes do not fit each other.
+
+    Example:
+        >>> weight = jnp.ones((64, 32), jnp.float8_e4m3fn)
+        >>> scale = jnp.array([[127], [128]], jnp.uint8)
+        >>> dequantize_weight(weight, scale)[::32, 0]
+        Array([1, 2], dtype=bfloat16)
+    """
+    _check_weight(weight, scale)
+    return mxfp8.dequantize(weight, _tile_scale(mxfp8.scale_bytes(scale), len(weight)))
+
+
+def _product(rows, weight):
+    """`rows @ weight.T` in bfloat16 with float32 accumulation, the same at every T.
+
+    Below a few rows XLA's CPU product adds in another order, so that a token decoded
+    alone would differ in the last bit from the same token in a prefill.
+    """
+    tokens = rows.shape[0]
+    if tokens < _MIN_ROWS:
+        rows = jnp.pad(rows, ((0, _MIN_ROWS - tokens), (0, 0)))
+    dims = (((1,), (1,)), ((), ()))
+    product = lax.dot_general(rows, weight, dims, preferred_element_type=jnp.float32)
+    return product[:tokens].astype(jnp.bfloat16)
+
+
+def _wkv_xla(rows, weight, scale):
+    return _product(_flat_rows(rows), dequantize_weight(weight, scale))
+
+
+def _check_weight(weight, scale) -> None:
+    if weight.ndim != 2:  # noqa: PLR2004
+        raise ValueError(f"weight has shape {weight.shape}; it must be [N, C*D]")
+    if scale is None:
+        if weight.dtype not in (jnp.bfloat16, jnp.float32):
+            raise TypeError(
+                f"weight has dtype {weight.dtype} and no scale; a weight without "
+                "scales must be bfloat16 or float32"
+            )
+        return
+    if weight.dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+        raise TypeError(
+            f"weight has dtype {weight.dtype}; a weight with scales must be "
+            "float8_e4m3fn (or its bytes, uint8)"
+        )
+    out_width, in_width = weight.shape
+    wanted = (-(-out_width // mxfp8.BLOCK), in_width // mxfp8.BLOCK)
+    if in_width % mxfp8.BLOCK or scale.shape != wanted:
+        raise ValueError(
+            f"scale has shape {scale.shape} for a weight of shape {weight.shape}; it "
+            f"must be {wanted}, one per {mxfp8.BLOCK}x{mxfp8.BLOCK} block, and the "
+            f"weight's width a multiple of {mxfp8.BLOCK}"
+        )
+
+
+def _check(rows, weight, scale) -> None:
+    _check_weight(weight, scale)
+    if rows.dtype == jnp.uint8:
+        packed_width = mxfp8.BLOCK + 1
+        if rows.ndim != 3 or rows.shape[2] % packed_width:  # noqa: PLR2004
+            raise ValueError(
+                f"packed rows have shape {rows.shape}; they must be [T, C, D + D/32]"
+            )
+        width = rows.shape[1] * (rows.shape[2] // packed_width) * mxfp8.BLOCK
+    elif rows.dtype in (jnp.bfloat16, jnp.float32):
+        if rows.ndim not in (2, 3):
+            raise ValueError(
+                f"rows have shape {rows.shape}; they must be [T, C*D] or [T, C, D]"
+            )
+        width = rows.shape[1] * (rows.shape[2] if rows.ndim == 3 else 1)  # noqa: PLR2004
+    else:
+        raise TypeError(
+            f"rows have dtype {rows.dtype}; they must be bfloat16, float32, or packed "
+            "uint8"
+        )
+    if width != weight.shape[1]:
+        raise ValueError(
+            f"rows of shape {rows.shape} and dtype {rows.dtype} are {width} wide; "
+            f"weight of shape {weight.shape} takes {weight.shape[1]}"
+        )
+
+
+def wkv(
+    rows: BFloat16[Array, "T CD"]
+    | BFloat16[Array, "T C D"]
+    | UInt8[Array, "T C D+D/32"]
+    | Float[Array, "T ..."],
+    weight: Float8e4m3fn[Array, "N CD"] | UInt8[Array, "N CD"] | Float[Array, "N CD"],
+    scale: UInt8[Array, "N/32 CD/32"] | Array | None,
+    *,
+    backend: Backend | None = None,
+) -> BFloat16[Array, "T N"]:
+    """Project a token's rows, concatenated, to M keys and one value of width E.
+
+    `out = rows @ (weight * 2^(scale - 127)).T` over bfloat16 factors, which hold every
+    e4m3 value and row exactly, accumulated in float32 and rounded once to bfloat16.
+    N = (M + 1) * E.
+
+    Cost: 2 T N C D operations; at small T the time is that of reading `weight` once.
+    The XLA form makes one bfloat16 copy of the weight; the GPU kernel makes none.
+
+    Gradient: with respect to `rows` in bfloat16 or float32. An FP8 weight and packed
+    rows are constants. Without scales the weight is a float array, cast to bfloat16 for
+    the product, and is differentiated too.
+
+    Args:
+        rows: bfloat16 (or float32, rounded to bfloat16) [T, C*D] or [T, C, D], or
+            packed uint8 [T, C, D + D/32] as `lookup_packed` gives them.
+        weight: float8_e4m3fn [N, C*D] or its bytes; or bfloat16 or float32 with
+            `scale=None`.
+        scale: E8M0 bytes [ceil(N/32), C*D/32], one per 32x32 block, or None.
+        backend: None, "pallas", "xla" or "pallas_interpret".
+
+    Returns:
+        bfloat16 [T, N]: M keys of width E, then the value.
+
+    Raises:
+        TypeError: a dtype is none of the above.
+        ValueError: shapes do not fit each other.
+        NotImplementedError: an explicit backend cannot run here.
+
+    Example:
+        >>> weight = jnp.ones((64, 64), jnp.float8_e4m3fn)
+        >>> scale = jnp.full((2, 2), 127, jnp.uint8)
+        >>> wkv(jnp.ones((3, 2, 32), jnp.bfloat16), weight, scale)[0, 0]
+        Array(64, dtype=bfloat16)
+    """
+    _check(rows, weight, scale)
+    if rows.dtype == jnp.float32:
+        rows = rows.astype(jnp.bfloat16)
+
+    def unsupported_reason(interpret):
+        if scale is None:
+            return "the weight is not FP8"
+        from . import wkv_pallas
+
+        return wkv_pallas.unsupported_reason(rows, weight, scale, interpret=interpret)
+
+    chosen = resolve_backend("wkv", backend, unsupported_reason)
+    if scale is None:
+        return _product(_flat_rows(rows), weight.astype(jnp.bfloat16))
+    weight, scale = lax.stop_gradient((weight, mxfp8.scale_bytes(scale)))
+    if chosen == "xla":
+        return _wkv_xla(rows, weight, scale)
+    from . import wkv_pallas  # here, since importing Pallas takes a second
+
+    kernel = functools.partial(
+        wkv_pallas.wkv_pallas, interpret=chosen == "pallas_interpret"
+    )
+    return kernel_with_xla_gradient(kernel, _wkv_xla)(rows, weight, scale)
