@@ -44,7 +44,7 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 def _ldexp(x: Array, exponent: Array) -> Array:
-    """x * 2^exponent in two steps, so that no factor is a float32 subnormal.
+    """X * 2^exponent in two steps, so that no factor is a float32 subnormal.
 
     XLA flushes subnormals to zero on a CPU, a factor of 2^-127 included.
     """
@@ -244,7 +244,7 @@ def to_f8_128x4(scale: UInt8[Array, "R G"]) -> UInt8[Array, " N"]:
     References:
         NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout".
     """
-    if scale.ndim != 2:  # noqa: PLR2004
+    if scale.ndim != 2:
         raise ValueError(f"scale has shape {scale.shape}; it must be [rows, groups]")
     rows, groups = scale.shape
     padding = ((0, -rows % _ROWS), (0, -groups % _GROUPS))

@@ -28,9 +28,7 @@ def missing_gpu_reason() -> str | None:
     Returns:
         None on a GPU of compute capability 9.0 (Hopper) or newer, else the reason.
     """
-    abstract_device = getattr(
-        jax.sharding.get_abstract_mesh(), "abstract_device", None
-    )
+    abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract_device is not None:
         kind = abstract_device.device_kind
         return None if kind.startswith("NVIDIA") else f"{kind} is not an NVIDIA GPU"

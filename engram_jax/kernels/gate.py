@@ -76,7 +76,7 @@ def _gate_xla(hidden, kv, q_weight, k_weight, token_mask, *, eps, clamp):
 
 
 def _check(hidden, kv, q_weight, k_weight, token_mask) -> None:
-    if hidden.ndim != 3:  # noqa: PLR2004
+    if hidden.ndim != 3:
         raise ValueError(f"hidden has shape {hidden.shape}; it must be [T, M, E]")
     for name, array in (
         ("hidden", hidden),

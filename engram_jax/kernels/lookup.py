@@ -15,7 +15,7 @@ _FLOAT_TABLES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def _check(weight, scale) -> None:
-    if weight.ndim != 2:  # noqa: PLR2004
+    if weight.ndim != 2:
         raise ValueError(f"weight has shape {weight.shape}; it must be [rows, D]")
     if scale is None:
         if weight.dtype not in _FLOAT_TABLES:
@@ -43,11 +43,14 @@ def _check(weight, scale) -> None:
 
 def _window(weight, row_start, row_end):
     row_start = jnp.asarray(row_start, jnp.int32)
-    rows = jnp.int32(weight.shape[0])
+    # A window never reaches past the rows that exist, nor past int32: the padding rows
+    # of a last shard may, and no id names them.
+    last = jnp.iinfo(jnp.int32).max
+    rows = min(weight.shape[0], last)
+    end = jnp.minimum(row_start, last - rows) + rows
     if row_end is None:
-        return row_start, row_start + rows
-    # A window never reaches past the rows that exist.
-    return row_start, jnp.minimum(jnp.asarray(row_end, jnp.int32), row_start + rows)
+        return row_start, end
+    return row_start, jnp.minimum(jnp.asarray(row_end, jnp.int32), end)
 
 
 def _take(table, ids, row_start, row_end):
@@ -65,7 +68,8 @@ def _lookup_xla(weight, scale, ids, row_start, row_end):
     if scale is not None:
         # Bytes of the rows are cast, never the table's: a cast of the whole table
         # would copy it.
-        rows = mxfp8.dequantize(rows, _take(scale, ids, row_start, row_end)[0])
+        scales, _ = _take(scale, ids, row_start, row_end)
+        rows = mxfp8.dequantize(rows, mxfp8.scale_bytes(scales))
     return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
 
 
@@ -74,7 +78,9 @@ def _lookup_packed_xla(weight, scale, ids, row_start, row_end):
         return jnp.zeros((*ids.shape, weight.shape[1] + scale.shape[1]), jnp.uint8)
     values, inside = _take(weight, ids, row_start, row_end)
     scales, _ = _take(scale, ids, row_start, row_end)
-    return jnp.where(inside, mxfp8.pack(values, mxfp8.scale_bytes(scales)), jnp.uint8(0))
+    return jnp.where(
+        inside, mxfp8.pack(values, mxfp8.scale_bytes(scales)), jnp.uint8(0)
+    )
 
 
 def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
@@ -155,9 +161,7 @@ def lookup(
         >>> lookup(weight, scale, jnp.array([3, -1]))[:, 0]
         Array([2, 0], dtype=bfloat16)
     """
-    return _run(
-        "lookup", _lookup_xla, weight, scale, ids, row_start, row_end, backend
-    )
+    return _run("lookup", _lookup_xla, weight, scale, ids, row_start, row_end, backend)
 
 
 def lookup_packed(

@@ -208,7 +208,7 @@ def ngram_hash(
         Conditional Memory via Scalable Lookup, arXiv 2601.07372.
     """
     shape = (input_ids.shape[0], layout.num_layers, layout.n_hash_cols)
-    if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:  # noqa: PLR2004
+    if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
         return jnp.full(shape, -1, jnp.int32)
     operands = (
         input_ids,

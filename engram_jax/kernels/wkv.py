@@ -71,7 +71,7 @@ def _wkv_xla(rows, weight, scale):
 
 
 def _check_weight(weight, scale) -> None:
-    if weight.ndim != 2:  # noqa: PLR2004
+    if weight.ndim != 2:
         raise ValueError(f"weight has shape {weight.shape}; it must be [N, C*D]")
     if scale is None:
         if weight.dtype not in (jnp.bfloat16, jnp.float32):
@@ -99,7 +99,7 @@ def _check(rows, weight, scale) -> None:
     _check_weight(weight, scale)
     if rows.dtype == jnp.uint8:
         packed_width = mxfp8.BLOCK + 1
-        if rows.ndim != 3 or rows.shape[2] % packed_width:  # noqa: PLR2004
+        if rows.ndim != 3 or rows.shape[2] % packed_width:
             raise ValueError(
                 f"packed rows have shape {rows.shape}; they must be [T, C, D + D/32]"
             )
@@ -109,7 +109,7 @@ def _check(rows, weight, scale) -> None:
             raise ValueError(
                 f"rows have shape {rows.shape}; they must be [T, C*D] or [T, C, D]"
             )
-        width = rows.shape[1] * (rows.shape[2] if rows.ndim == 3 else 1)  # noqa: PLR2004
+        width = rows.shape[1] * (rows.shape[2] if rows.ndim == 3 else 1)
     else:
         raise TypeError(
             f"rows have dtype {rows.dtype}; they must be bfloat16, float32, or packed "

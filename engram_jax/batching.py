@@ -1,0 +1,102 @@
+"""Batches padded to a few sizes, so that a serving loop compiles a few times only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192)
+REQUEST_BUCKETS = (1, 8, 32, 128, 512)
+
+# What a padded place holds: nothing reads it, but it must not look like a token.
+_FILL = {
+    "input_ids": -1,
+    "positions": 0,
+    "dead_mask": True,
+    "slot_mapping": -1,
+    "lookback_token_ids": -1,
+    "lookback_dead_mask": False,
+    "block_table": -1,
+}
+_PER_TOKEN = ("input_ids", "positions", "dead_mask", "slot_mapping")
+
+
+def bucket_size(size: int, buckets: Sequence[int]) -> int:
+    """Choose the smallest bucket that holds `size`.
+
+    Args:
+        size: how many there are.
+        buckets: the sizes to choose from, in any order.
+
+    Returns:
+        The bucket; beyond the largest, the next multiple of it.
+
+    Raises:
+        ValueError: there is no bucket, or one below 1.
+
+    Example:
+        >>> bucket_size(9, (1, 8, 32)), bucket_size(33, (1, 8, 32))
+        (32, 64)
+    """
+    if not buckets or min(buckets) < 1:
+        raise ValueError(f"buckets is {tuple(buckets)}; it must hold sizes from 1 up")
+    largest = max(buckets)
+    if size > largest:
+        return -(-size // largest) * largest
+    return min(bucket for bucket in buckets if bucket >= size)
+
+
+def pad_batch(
+    *,
+    input_ids: Any,
+    positions: Any,
+    query_start_loc: Any,
+    token_buckets: Sequence[int] = TOKEN_BUCKETS,
+    request_buckets: Sequence[int] = REQUEST_BUCKETS,
+    **per_token_or_request: Any,
+) -> dict[str, np.ndarray]:
+    """Pad a ragged batch with tokens of no request and requests of no token.
+
+    Padded tokens hash to -1 and pass the gate as they are; padded requests are empty.
+    The hidden states are the caller's to pad, to `len(result["input_ids"])`.
+
+    Args:
+        input_ids: raw token ids [T].
+        positions: each token's place in its request [T].
+        query_start_loc: where each request's tokens start, and the end of the last
+            [R + 1].
+        token_buckets: the sizes that T is padded to.
+        request_buckets: the sizes that R is padded to.
+        **per_token_or_request: `dead_mask`, `slot_mapping`, `lookback_token_ids`,
+            `lookback_dead_mask` or `block_table`, as `NgramHashState` takes them.
+
+    Returns:
+        The same arguments, in NumPy, padded: `stack.batch(**padded)`.
+
+    Raises:
+        TypeError: an argument is none of these.
+
+    Example:
+        >>> padded = pad_batch(input_ids=[5, 6, 7], positions=[0, 1, 0],
+        ...                    query_start_loc=[0, 2, 3], token_buckets=(4,),
+        ...                    request_buckets=(3,))
+        >>> padded["input_ids"].tolist(), padded["query_start_loc"].tolist()
+        ([5, 6, 7, -1], [0, 2, 3, 3])
+    """
+    starts = np.asarray(query_start_loc)
+    requests = bucket_size(len(starts) - 1, request_buckets)
+    tokens = bucket_size(len(input_ids), token_buckets)
+    padded = {
+        "query_start_loc": np.pad(starts, (0, requests + 1 - len(starts)), "edge")
+    }
+    given = {"input_ids": input_ids, "positions": positions, **per_token_or_request}
+    for name, values in given.items():
+        if name not in _FILL:
+            raise TypeError(f"pad_batch does not know {name!r}; it pads {list(_FILL)}")
+        if values is None:
+            continue
+        array = np.asarray(values)
+        rows = (tokens if name in _PER_TOKEN else requests) - len(array)
+        widths = [(0, rows), *[(0, 0)] * (array.ndim - 1)]
+        padded[name] = np.pad(array, widths, constant_values=_FILL[name])
+    return padded

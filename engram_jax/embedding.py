@@ -1,0 +1,139 @@
+"""Tables of rows that token ids select, wherever the table lives."""
+
+from typing import Protocol, Self
+
+from flax import nnx
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
+
+from . import kernels, mxfp8
+from .constant import Constant
+
+
+class RowStorage(Protocol):
+    """A table outside device memory: what `host_storage` offers."""
+
+    num_rows: int
+    head_dim: int
+
+    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... D+D/32"]:
+        """Read rows as bytes, inside jit or not; an id outside reads as zeros."""
+        ...
+
+
+class ParallelEngramEmbedding(nnx.Module):
+    """Hold one layer's table: FP8 rows on the device, on the host or in a file.
+
+    An FP8 table is a `Constant`, which no optimizer touches. A float table (for
+    training) is an `nnx.Param`, and its gradient a scatter-add of its rows.
+
+    Attributes:
+        weight: [R, D] rows on the device, or None where `storage` has them.
+        scale: [R, D/32] E8M0 bytes, or None.
+        storage: a table outside device memory, or None.
+    """
+
+    def __init__(
+        self,
+        weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
+        scale: UInt8[Array, "R D/32"] | None = None,
+        *,
+        row_start: int = 0,
+        backend: kernels.Backend | None = None,
+    ):
+        """Take a table on the device.
+
+        Args:
+            weight: e4m3 values or their bytes; without scales, float rows to train.
+            scale: E8M0 bytes.
+            row_start: the id of the table's row 0: a shard's first row.
+            backend: of the lookup: None, "pallas", "xla" or "pallas_interpret".
+        """
+        if scale is None:
+            self.weight = nnx.data(nnx.Param(weight))
+            self.scale = nnx.data(None)
+        else:
+            self.weight = nnx.data(Constant(weight))
+            self.scale = nnx.data(Constant(mxfp8.scale_bytes(scale)))
+        self.storage: RowStorage | None = None
+        self.row_start = row_start
+        self.backend: kernels.Backend | None = backend
+
+    @classmethod
+    def from_storage(cls, storage: RowStorage) -> Self:
+        """Take a table outside device memory.
+
+        Args:
+            storage: `host_storage.MappedFileTable` or `PinnedHostTable`.
+
+        Returns:
+            The embedding; its rows are those that a device table would give.
+        """
+        embedding = cls.__new__(cls)
+        embedding.weight = nnx.data(None)
+        embedding.scale = nnx.data(None)
+        embedding.storage = storage
+        embedding.row_start = 0
+        embedding.backend = None
+        return embedding
+
+    @property
+    def num_rows(self) -> int:
+        """Count the table's rows, R."""
+        return self.storage.num_rows if self.storage else self.weight.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Give the width of a row, D."""
+        return self.storage.head_dim if self.storage else self.weight.shape[1]
+
+    def __call__(
+        self, ids: Int[Array, "..."]
+    ) -> BFloat16[Array, "... D"] | Float[Array, "... D"]:
+        """Read rows, dequantised.
+
+        Args:
+            ids: integers of any shape; one outside the table reads as zeros.
+
+        Returns:
+            bfloat16 [..., D]; of a float table, its dtype.
+
+        Example:
+            >>> table = jnp.ones((4, 32), jnp.float8_e4m3fn)
+            >>> embedding = ParallelEngramEmbedding(table, jnp.full((4, 1), 128,
+            ...                                                     jnp.uint8))
+            >>> embedding(jnp.array([3, -1]))[:, 0]
+            Array([2, 0], dtype=bfloat16)
+        """
+        if self.storage is not None:
+            return mxfp8.dequantize(*mxfp8.unpack(self.lookup_packed(ids)))
+        return kernels.lookup(
+            self.weight[...],
+            None if self.scale is None else self.scale[...],
+            ids,
+            row_start=self.row_start,
+            backend=self.backend,
+        )
+
+    def lookup_packed(self, ids: Int[Array, "..."]) -> UInt8[Array, "... D+D/32"]:
+        """Read rows as they are stored: D value bytes, then D/32 scale bytes.
+
+        Args:
+            ids: integers of any shape; one outside the table reads as zero bytes.
+
+        Returns:
+            uint8 [..., D + D/32].
+
+        Raises:
+            TypeError: the table is a float table.
+        """
+        if self.storage is not None:
+            return self.storage.lookup_packed(kernels.narrow_ids(ids))
+        if self.scale is None:
+            raise TypeError("a float table has no packed rows")
+        return kernels.lookup_packed(
+            self.weight[...],
+            self.scale[...],
+            ids,
+            row_start=self.row_start,
+            backend=self.backend,
+        )

@@ -1,0 +1,480 @@
+"""From the raw token ids of a batch, a chunk or a stream to table rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Int32
+
+from . import kernels
+from .constant import Constant
+from .kernels.ids import narrow_ids
+from .kernels.ngram_hash import UNKNOWN_SLOT, compressed_or_dead
+from .layout import EngramLayout
+
+
+def _known(*arrays: Any) -> bool:
+    """Whether the values are there to be looked at: not inside jit."""
+    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _check_shape(name: str, array: Array, wanted: tuple[int | None, ...]) -> None:
+    fits = array.ndim == len(wanted) and all(
+        want is None or have == want
+        for have, want in zip(array.shape, wanted, strict=True)
+    )
+    if not fits:
+        shown = ", ".join("any" if want is None else str(want) for want in wanted)
+        raise ValueError(f"{name} has shape {array.shape}; it must be [{shown}]")
+
+
+def _mask(name: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{name} has dtype {mask.dtype}; it must be bool")
+    _check_shape(name, mask, shape)
+    return mask
+
+
+def _check_vocabulary(name: str, ids: Any, live: Any, vocab_size: int) -> None:
+    """Refuse known ids outside the vocabulary; -1 says that there is no token."""
+    ids = np.asarray(ids)
+    wrong = ((ids < -1) | (ids >= vocab_size)) & np.asarray(live)
+    if wrong.any():
+        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{name}{list(place)} is {ids[place]}; token ids must be within "
+            f"0..{vocab_size - 1} (-1: no token). The ids come from another "
+            "tokenizer, or from tokens not sampled yet: mark those in dead_mask"
+        )
+
+
+def _check_ragged(query_start_loc: Any, num_tokens: int) -> None:
+    starts = np.asarray(query_start_loc)
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > num_tokens:
+        raise ValueError(
+            f"query_start_loc is {starts.tolist()}; it must start at 0, not decrease, "
+            f"and end at or before the {num_tokens} tokens of input_ids"
+        )
+
+
+class NgramHashState(nnx.Module):
+    """Turn token ids into the table rows of their n-grams, for all Engram layers.
+
+    The module holds constants only: primes, multipliers and the token map. What a
+    stream remembers (a lookback window, a slot cache) is a value of the caller's,
+    passed in and returned, so that streams never share state.
+
+    Attributes:
+        layout: primes, offsets and multipliers.
+        token_map: compressed id of each raw token id, int32 [V].
+        pad_id: the compressed pad id.
+    """
+
+    def __init__(
+        self,
+        layout: EngramLayout,
+        token_map: Int[np.ndarray, " V"] | Int[Array, " V"],
+        *,
+        backend: kernels.Backend | None = None,
+    ):
+        """Check the map against the layout and put it on the device.
+
+        Args:
+            layout: primes, offsets and multipliers.
+            token_map: compressed id of each raw id, [V], as
+                `build_compressed_token_map` gives it.
+            backend: of the hash: None, "pallas", "xla" or "pallas_interpret".
+
+        Raises:
+            ValueError: the map is not one-dimensional, holds a negative id, is of
+                another size than the layout's compressed vocabulary, or does not
+                cover the pad token.
+        """
+        known = np.asarray(token_map)
+        if known.ndim != 1 or known.size == 0 or known.min() < 0:
+            raise ValueError(
+                f"token_map has shape {known.shape}; it must be [V] with ids from 0 up"
+            )
+        size = int(known.max()) + 1
+        if size != layout.compressed_vocab_size:
+            raise ValueError(
+                f"token_map has {size} compressed ids, the layout "
+                f"{layout.compressed_vocab_size}: it comes from another tokenizer. "
+                "Multipliers derive from this size, so every row would be another"
+            )
+        if not 0 <= layout.pad_token_id < known.size:
+            raise ValueError(
+                f"pad_token_id is {layout.pad_token_id}; token_map covers "
+                f"0..{known.size - 1}"
+            )
+        self.layout = layout
+        self.token_map = Constant(jnp.asarray(known, jnp.int32))
+        self.pad_id = int(known[layout.pad_token_id])
+        self.backend: kernels.Backend | None = backend
+
+    @property
+    def vocab_size(self) -> int:
+        """Count the raw token ids, V."""
+        return self.token_map.shape[0]
+
+    @property
+    def lookback(self) -> int:
+        """Count the tokens before a chunk that its hashes depend on, n - 1."""
+        return self.layout.max_ngram_size - 1
+
+    def __call__(
+        self,
+        input_ids: Int[ArrayLike, " T"],
+        positions: Int[ArrayLike, " T"],
+        query_start_loc: Int[ArrayLike, " R_plus_1"],
+        *,
+        dead_mask: Bool[ArrayLike, " T"] | None = None,
+        lookback_token_ids: Int[ArrayLike, "R n_minus_1"] | None = None,
+        lookback_dead_mask: Bool[ArrayLike, "R n_minus_1"] | None = None,
+        slot_cache: Int32[Array, " slots"] | None = None,
+        slot_mapping: Int[ArrayLike, " T"] | None = None,
+        block_table: Int[ArrayLike, "R blocks"] | None = None,
+        block_size: int | None = None,
+    ) -> Int32[Array, "T L C"] | tuple[Int32[Array, "T L C"], Int32[Array, " slots"]]:
+        """Hash a ragged batch of R requests' chunks.
+
+        A place before a chunk is read from the lookback window, else from the slot
+        cache, else as the pad id. The request's first token and a dead token end the
+        window: all older places read as the pad id.
+
+        Args:
+            input_ids: raw token ids. -1, and inside jit any id outside the vocabulary,
+                is a dead token.
+            positions: each token's place in its request, from 0.
+            query_start_loc: where each request's tokens start, and the end of the last;
+                tokens past that are padding and may hold anything.
+            dead_mask: True for tokens that take part in no n-gram (image spans).
+            lookback_token_ids: raw ids just before each chunk, most recent first, -1
+                where unknown. `init_lookback` and `advance_lookback` make them.
+            lookback_dead_mask: which of these are dead.
+            slot_cache: compressed ids by slot, from `init_slot_cache` or an earlier
+                call; may be donated.
+            slot_mapping: the slot that each token writes, -1 for none; all writes come
+                before any read.
+            block_table: the block of each request's positions; negative is unknown.
+            block_size: positions in a block.
+
+        Returns:
+            int32 [T, L, C], -1 for padding; with a slot cache, that and the new cache.
+
+        Raises:
+            ValueError: shapes do not fit each other, or known values are out of range.
+            TypeError: a dtype is wrong.
+
+        Example:
+            >>> from engram_jax import EngramLayout
+            >>> layout = EngramLayout(
+            ...     layer_ids=(0,), primes=np.array([[[101], [103]]]),
+            ...     offsets=np.array([[0, 101]]), multipliers=np.array([[3, 5, 7]]),
+            ...     num_rows=(204,), pad_token_id=99, compressed_vocab_size=100,
+            ...     max_ngram_size=3, n_heads=1)
+            >>> state = NgramHashState(layout, np.arange(100))
+            >>> state([7, 9, 11], [0, 1, 2], [0, 3])[:, 0].tolist()
+            [[1, 124], [56, 136], [12, 162]]
+        """
+        given_ids, given_lookback = _array(input_ids), _array(lookback_token_ids)
+        input_ids = narrow_ids(given_ids, "input_ids")
+        _check_shape("input_ids", input_ids, (None,))
+        (num_tokens,) = input_ids.shape
+        positions = narrow_ids(_array(positions), "positions")
+        _check_shape("positions", positions, (num_tokens,))
+        query_start_loc = narrow_ids(_array(query_start_loc), "query_start_loc")
+        _check_shape("query_start_loc", query_start_loc, (None,))
+        if query_start_loc.shape[0] == 0:
+            raise ValueError("query_start_loc is empty; it must hold R + 1 offsets")
+        requests = query_start_loc.shape[0] - 1
+        dead_mask = _mask("dead_mask", dead_mask, (num_tokens,))
+        window = (requests, self.lookback)
+        if lookback_token_ids is not None:
+            lookback_token_ids = narrow_ids(given_lookback, "lookback_token_ids")
+            _check_shape("lookback_token_ids", lookback_token_ids, window)
+        elif lookback_dead_mask is not None:
+            raise ValueError("lookback_dead_mask needs lookback_token_ids")
+        lookback_dead_mask = _mask("lookback_dead_mask", lookback_dead_mask, window)
+        # As given, since narrowing turns ids beyond int32 into -1, "no token".
+        self._check_values(
+            given_ids,
+            positions,
+            query_start_loc,
+            dead_mask,
+            given_lookback,
+            lookback_dead_mask,
+        )
+        if slot_cache is not None:
+            if slot_mapping is None or block_table is None or block_size is None:
+                raise ValueError(
+                    "slot_cache needs slot_mapping, block_table and block_size"
+                )
+            if block_size < 1:
+                raise ValueError(f"block_size is {block_size}; it must be at least 1")
+            _check_shape("slot_cache", slot_cache, (None,))
+            block_table = narrow_ids(_array(block_table), "block_table")
+            _check_shape("block_table", block_table, (requests, None))
+            slot_mapping = narrow_ids(_array(slot_mapping), "slot_mapping")
+            _check_shape("slot_mapping", slot_mapping, (num_tokens,))
+            slot_cache = self._write_slots(
+                slot_cache, slot_mapping, input_ids, query_start_loc, dead_mask
+            )
+        hashes = kernels.ngram_hash(
+            input_ids,
+            positions,
+            query_start_loc,
+            self.token_map[...],
+            layout=self.layout,
+            pad_id=self.pad_id,
+            dead_mask=dead_mask,
+            lookback_token_ids=lookback_token_ids,
+            lookback_dead_mask=lookback_dead_mask,
+            slot_cache=slot_cache,
+            block_table=block_table if slot_cache is not None else None,
+            block_size=block_size if slot_cache is not None else None,
+            backend=self.backend,
+        )
+        return hashes if slot_cache is None else (hashes, slot_cache)
+
+    def hash_sequence(
+        self,
+        input_ids: Int[ArrayLike, "*B S"],
+        dead_mask: Bool[ArrayLike, "*B S"] | None = None,
+        segment_ids: Int[ArrayLike, "*B S"] | None = None,
+    ) -> Int32[Array, "*B S L C"]:
+        """Hash whole sequences, each from its first token.
+
+        Args:
+            input_ids: raw token ids [S] or [B, S].
+            dead_mask: True for tokens that take part in no n-gram.
+            segment_ids: which document of a packed row each token is of; where the id
+                changes, n-grams are cut like at the start of a sequence.
+
+        Returns:
+            int32 [S, L, C] or [B, S, L, C].
+
+        Raises:
+            ValueError: shapes do not fit each other, or known ids are out of range.
+
+        Example:
+            >>> from engram_jax import EngramLayout
+            >>> layout = EngramLayout(
+            ...     layer_ids=(0,), primes=np.array([[[101], [103]]]),
+            ...     offsets=np.array([[0, 101]]), multipliers=np.array([[3, 5, 7]]),
+            ...     num_rows=(204,), pad_token_id=99, compressed_vocab_size=100,
+            ...     max_ngram_size=3, n_heads=1)
+            >>> state = NgramHashState(layout, np.arange(100))
+            >>> rows = state.hash_sequence(
+            ...     [[7, 9, 7, 9]], segment_ids=[[0, 0, 1, 1]])
+            >>> rows[0, :, 0].tolist()
+            [[1, 124], [56, 136], [1, 124], [56, 136]]
+        """
+        given_ids = _array(input_ids)
+        input_ids = narrow_ids(given_ids, "input_ids")
+        if input_ids.ndim not in (1, 2):
+            raise ValueError(
+                f"input_ids has shape {input_ids.shape}; it must be [S] or [B, S]"
+            )
+        shape = input_ids.shape
+        length = shape[-1]
+        place = jnp.arange(length, dtype=jnp.int32)
+        positions = jnp.broadcast_to(place, shape)
+        if segment_ids is not None:
+            segment_ids = narrow_ids(_array(segment_ids), "segment_ids")
+            _check_shape("segment_ids", segment_ids, shape)
+            starts = jnp.zeros(shape, jnp.int32)
+            if length > 1:
+                changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+                starts = starts.at[..., 1:].set(jnp.where(changes, place[1:], 0))
+            positions -= lax.cummax(starts, axis=len(shape) - 1)
+        dead_mask = _mask("dead_mask", dead_mask, shape)
+        hashes = self(
+            given_ids.reshape(-1),
+            positions.reshape(-1),
+            # Every row is a request; the last offset also serves rows of length 0.
+            np.arange(input_ids.size // max(length, 1) + 1, dtype=np.int32) * length,
+            dead_mask=None if dead_mask is None else dead_mask.reshape(-1),
+        )
+        assert isinstance(hashes, jax.Array)  # no slot cache was given
+        return hashes.reshape(*shape, *hashes.shape[1:])
+
+    def token_mask(
+        self,
+        input_ids: Int[ArrayLike, " T"],
+        query_start_loc: Int[ArrayLike, " R_plus_1"],
+        dead_mask: Bool[ArrayLike, " T"] | None = None,
+    ) -> Bool[Array, " T"]:
+        """Tell which tokens open the gate: tokens of a request that are not dead.
+
+        Args:
+            input_ids: raw token ids.
+            query_start_loc: as of `__call__`.
+            dead_mask: True for dead tokens.
+
+        Returns:
+            bool [T], False for dead tokens, ids outside the vocabulary and padding.
+        """
+        input_ids = narrow_ids(_array(input_ids), "input_ids")
+        query_start_loc = narrow_ids(_array(query_start_loc), "query_start_loc")
+        dead_mask = _mask("dead_mask", dead_mask, input_ids.shape)
+        token = jnp.arange(input_ids.shape[0])
+        compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
+        return (compressed >= 0) & (token < query_start_loc[-1])
+
+    def dummy_hashes(
+        self, num_tokens: int
+    ) -> tuple[Int32[Array, "T L C"], Bool[Array, " T"]]:
+        """Make what a rank without tokens passes on: it still joins the collectives.
+
+        Args:
+            num_tokens: T.
+
+        Returns:
+            Hashes that are all -1, int32 [T, L, C], and a token mask that is all
+            False, bool [T].
+        """
+        shape = (num_tokens, self.layout.num_layers, self.layout.n_hash_cols)
+        return jnp.full(shape, -1, jnp.int32), jnp.zeros(num_tokens, jnp.bool_)
+
+    def init_slot_cache(self, num_slots: int) -> Int32[Array, " slots"]:
+        """Make an empty slot cache: one slot per KV-cache slot, all unknown.
+
+        Args:
+            num_slots: the number of slots.
+
+        Returns:
+            int32 [num_slots], all -2.
+        """
+        return jnp.full(num_slots, UNKNOWN_SLOT, jnp.int32)
+
+    def init_lookback(
+        self, num_requests: int
+    ) -> tuple[Int32[Array, "R n_minus_1"], Bool[Array, "R n_minus_1"]]:
+        """Make empty lookback windows, for requests at their first token.
+
+        Args:
+            num_requests: R.
+
+        Returns:
+            Token ids that are all -1, int32 [R, n-1], and a dead mask that is all
+            False.
+        """
+        shape = (num_requests, self.lookback)
+        return jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.bool_)
+
+    def advance_lookback(
+        self,
+        lookback_token_ids: Int[ArrayLike, "R n_minus_1"],
+        lookback_dead_mask: Bool[ArrayLike, "R n_minus_1"] | None,
+        input_ids: Int[ArrayLike, " T"],
+        query_start_loc: Int[ArrayLike, " R_plus_1"],
+        *,
+        dead_mask: Bool[ArrayLike, " T"] | None = None,
+        num_accepted: Int[ArrayLike, " R"] | None = None,
+    ) -> tuple[Int32[Array, "R n_minus_1"], Bool[Array, "R n_minus_1"]]:
+        """Move each request's window past its chunk, or past its accepted tokens.
+
+        Args:
+            lookback_token_ids: the windows before the chunk.
+            lookback_dead_mask: which of their tokens are dead; None for none.
+            input_ids: the chunk's raw token ids.
+            query_start_loc: where each request's tokens start, and the end of the last.
+            dead_mask: which of the chunk's tokens are dead.
+            num_accepted: how many of its chunk's tokens each request keeps (speculative
+                decoding); None keeps all. Values beyond the chunk keep all.
+
+        Returns:
+            The new windows and their dead mask.
+
+        Raises:
+            ValueError: shapes do not fit each other.
+
+        Example:
+            >>> from engram_jax import EngramLayout
+            >>> layout = EngramLayout(
+            ...     layer_ids=(0,), primes=np.array([[[101], [103]]]),
+            ...     offsets=np.array([[0, 101]]), multipliers=np.array([[3, 5, 7]]),
+            ...     num_rows=(204,), pad_token_id=99, compressed_vocab_size=100,
+            ...     max_ngram_size=3, n_heads=1)
+            >>> state = NgramHashState(layout, np.arange(100))
+            >>> state.advance_lookback(*state.init_lookback(1), [7, 9, 11], [0, 3],
+            ...                        num_accepted=[2])[0].tolist()
+            [[9, 7]]
+        """
+        windows = narrow_ids(_array(lookback_token_ids), "lookback_token_ids")
+        input_ids = narrow_ids(_array(input_ids), "input_ids")
+        starts = narrow_ids(_array(query_start_loc), "query_start_loc")
+        requests = starts.shape[0] - 1
+        shape = (requests, self.lookback)
+        _check_shape("lookback_token_ids", windows, shape)
+        dead = _mask("lookback_dead_mask", lookback_dead_mask, shape)
+        dead = jnp.zeros(shape, jnp.bool_) if dead is None else dead
+        dead_mask = _mask("dead_mask", dead_mask, input_ids.shape)
+        if input_ids.shape[0] == 0 or requests == 0:
+            return windows, dead
+        accepted = starts[1:] - starts[:-1]
+        if num_accepted is not None:
+            wanted = narrow_ids(_array(num_accepted), "num_accepted")
+            _check_shape("num_accepted", wanted, (requests,))
+            accepted = jnp.clip(wanted, 0, accepted)
+        # Column j of the new window is the token j places before the next one.
+        place = accepted[:, None] - 1 - jnp.arange(self.lookback, dtype=jnp.int32)
+        from_chunk = place >= 0
+        token = jnp.where(from_chunk, starts[:-1, None] + place, 0)
+        column = jnp.where(from_chunk, 0, -1 - place)
+        compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
+        return (
+            jnp.where(
+                from_chunk,
+                input_ids[token],
+                jnp.take_along_axis(windows, column, axis=1),
+            ),
+            jnp.where(
+                from_chunk,
+                (compressed < 0)[token],
+                jnp.take_along_axis(dead, column, axis=1),
+            ),
+        )
+
+    def _check_values(
+        self, input_ids, positions, starts, dead_mask, lookback_ids, lookback_dead
+    ) -> None:
+        if not _known(starts):
+            return
+        _check_ragged(starts, input_ids.shape[0])
+        token = np.arange(input_ids.shape[0])
+        valid = token < int(starts[-1])
+        if _known(positions) and (np.asarray(positions)[valid] < 0).any():
+            raise ValueError(
+                f"positions holds {int(np.asarray(positions)[valid].min())}; positions "
+                "count from 0, the request's first token"
+            )
+        if _known(input_ids, dead_mask):
+            live = valid if dead_mask is None else valid & ~np.asarray(dead_mask)
+            _check_vocabulary("input_ids", input_ids, live, self.vocab_size)
+        if lookback_ids is not None and _known(lookback_ids, lookback_dead):
+            live = True if lookback_dead is None else ~np.asarray(lookback_dead)
+            _check_vocabulary("lookback_token_ids", lookback_ids, live, self.vocab_size)
+
+    def _write_slots(self, slot_cache, slot_mapping, input_ids, starts, dead_mask):
+        compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
+        token = jnp.arange(input_ids.shape[0])
+        writes = (slot_mapping >= 0) & (token < starts[-1])
+        slot = jnp.where(writes, slot_mapping, slot_cache.shape[0])
+        return slot_cache.at[slot].set(compressed, mode="drop")
+
+
+def _array(values: Any) -> Any:
+    """A list as a NumPy array, so that wide ids are seen before JAX narrows them."""
+    if values is None or isinstance(values, np.ndarray | jax.Array):
+        return values
+    array = np.asarray(values)
+    return array if array.size else array.astype(np.int32)
