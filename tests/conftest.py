@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -52,6 +55,32 @@ def pytest_collection_modifyitems(
 def backend(request: pytest.FixtureRequest) -> str:
     """Each way to run an operation."""
     return request.param
+
+
+@pytest.fixture
+def run(backend: str) -> Callable[..., Any]:
+    """Calls an operation on the backend: ``run(kernels.gate, hidden, kv, ..)``.
+
+    A case that a kernel does not cover is skipped with the kernel's own reason.
+    """
+
+    def call(operation: Callable[..., Any], *args, **kwargs):
+        try:
+            return operation(*args, **kwargs, backend=backend)
+        except NotImplementedError as error:
+            if backend == "xla":
+                raise
+            pytest.skip(str(error))
+
+    return call
+
+
+@pytest.fixture
+def library_errors() -> Iterator[None]:
+    """Lets the library's own checks answer, as for users, and not jaxtyping's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")
