@@ -11,7 +11,7 @@ over all 65,536 pairs of value and scale byte, without a GPU.
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Word:
         self.value = value
 
     @classmethod
-    def of(cls, number: int, bits: int = 32) -> Self:
+    def of(cls, number: int, bits: int = 32) -> "Word":
         """Make a constant."""
         number %= 1 << bits
         number -= (number >> (bits - 1)) << bits  # MLIR wants it signed
@@ -49,52 +49,52 @@ class Word:
         word = other if isinstance(other, Word) else type(self).of(other, self.bits)
         return word.value
 
-    def __add__(self, other: "Word | int") -> Self:
+    def __add__(self, other: "Word | int") -> "Word":
         return type(self)(arith.addi(self.value, self._other(other)))
 
-    def __sub__(self, other: "Word | int") -> Self:
+    def __sub__(self, other: "Word | int") -> "Word":
         return type(self)(arith.subi(self.value, self._other(other)))
 
-    def __mul__(self, other: "Word | int") -> Self:
+    def __mul__(self, other: "Word | int") -> "Word":
         return type(self)(arith.muli(self.value, self._other(other)))
 
-    def __floordiv__(self, other: "Word | int") -> Self:
+    def __floordiv__(self, other: "Word | int") -> "Word":
         return type(self)(arith.divui(self.value, self._other(other)))
 
-    def __mod__(self, other: "Word | int") -> Self:
+    def __mod__(self, other: "Word | int") -> "Word":
         return type(self)(arith.remui(self.value, self._other(other)))
 
-    def __and__(self, other: "Word | int") -> Self:
+    def __and__(self, other: "Word | int") -> "Word":
         return type(self)(arith.andi(self.value, self._other(other)))
 
-    def __or__(self, other: "Word | int") -> Self:
+    def __or__(self, other: "Word | int") -> "Word":
         return type(self)(arith.ori(self.value, self._other(other)))
 
-    def __xor__(self, other: "Word | int") -> Self:
+    def __xor__(self, other: "Word | int") -> "Word":
         return type(self)(arith.xori(self.value, self._other(other)))
 
-    def __lshift__(self, other: int) -> Self:
+    def __lshift__(self, other: int) -> "Word":
         return type(self)(arith.shli(self.value, self._other(other)))
 
-    def __rshift__(self, other: int) -> Self:
+    def __rshift__(self, other: int) -> "Word":
         return type(self)(arith.shrui(self.value, self._other(other)))
 
-    def minimum(self, other: "Word | int") -> Self:
+    def minimum(self, other: "Word | int") -> "Word":
         return type(self)(arith.minui(self.value, self._other(other)))
 
-    def mul_high(self, other: "Word | int") -> Self:
+    def mul_high(self, other: "Word | int") -> "Word":
         """Give the upper half of the double-width product."""
         return type(self)(arith.mului_extended(self.value, self._other(other))[1])
 
-    def widen(self) -> Self:
+    def widen(self) -> "Word":
         """Give the same number in 64 bits."""
         return type(self)(arith.extui(ir.IntegerType.get_signless(64), self.value))
 
-    def low(self) -> Self:
+    def low(self) -> "Word":
         """Give the lower 32 bits."""
         return type(self)(arith.trunci(ir.IntegerType.get_signless(32), self.value))
 
-    def permute_bytes(self, other: "Word", selector: int) -> Self:
+    def permute_bytes(self, other: "Word", selector: int) -> "Word":
         """Pick four bytes of `self` (0 to 3) and `other` (4 to 7), lowest first."""
         i32 = ir.IntegerType.get_signless(32)
         ptx = f"prmt.b32 $0, $1, $2, 0x{selector:04x};"
@@ -103,14 +103,14 @@ class Word:
         )
 
     # PTX spells out what must not change: round to nearest, subnormals kept.
-    def bf16x2_mul(self, other: "Word | int") -> Self:
+    def bf16x2_mul(self, other: "Word | int") -> "Word":
         """Multiply two pairs of bfloat16."""
         i32 = ir.IntegerType.get_signless(32)
         ptx = "mul.rn.bf16x2 $0, $1, $2;"
         args = (self.value, self._other(other))
         return type(self)(mgpu_utils.inline_ptx(ptx, *args, result_types=i32))
 
-    def bf16x2_fma(self, factor: "Word | int", term: "Word | int") -> Self:
+    def bf16x2_fma(self, factor: "Word | int", term: "Word | int") -> "Word":
         """Multiply pairs of bfloat16 and add a third, rounding once."""
         i32 = ir.IntegerType.get_signless(32)
         ptx = "fma.rn.bf16x2 $0, $1, $2, $3;"
