@@ -12,7 +12,7 @@ hash. The interpreter does not run such code; the arithmetic is tested apart fro
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,7 +82,9 @@ def batch_operands(
         "starts": query_start_loc.astype(jnp.int32),
         "token_map": token_map,
         "dead": dead_mask,
-        "lookback": None if lookback_token_ids is None else narrow_ids(lookback_token_ids),
+        "lookback": None
+        if lookback_token_ids is None
+        else narrow_ids(lookback_token_ids),
         "lookback_dead": lookback_dead_mask,
         "slot_cache": slot_cache,
         "block_table": None if slot_cache is None else block_table.astype(jnp.int32),
@@ -165,36 +167,43 @@ def unsupported_reason(
 
 
 def _read(
-    refs: Refs, name: str, index: Word, only_if: Predicate, *, width: int = 32
+    refs: Refs,
+    name: str,
+    index: Word,
+    only_if: Predicate | None = None,
+    *,
+    width: int = 32,
 ) -> Word:
     where = address(refs[name]) + index.widen() * (width // 8)
     return load(where, width=width, only_if=only_if)[0]
 
 
-def find_request(refs: Refs, batch: Batch, token: Word) -> tuple[Word, Word, Predicate]:
+def _find_request(
+    refs: Refs, batch: Batch, token: Word
+) -> tuple[Word, Word, Predicate]:
     """Find a token's request, its place in the chunk, and whether it has a request.
 
     The request's number is the count of requests that end at or before the token.
     Eight-way search: three dependent reads for 512 requests where halving takes nine.
     """
     request, step = Word.of(0), 1
+    start = _read(refs, "starts", request)
     while step * 8 <= batch.requests:
         step *= 8
     while step:
         ends = [request + step * i for i in range(1, 8)]
-        if step * 8 > batch.requests:  # the first round starts at 0
+        if step * 8 > batch.requests:  # the first round, which begins at request 0
             ends = ends[: batch.requests // step]
-        over = []
-        for end in ends:
-            exists = end.compare("ule", batch.requests)
-            start = _read(refs, "starts", end, exists)
-            over.append(exists & start.compare("sle", token))
-        for passed in over:
-            request = request + passed.select(Word.of(step), 0)
+        exist = [end.compare("ule", batch.requests) for end in ends]
+        read = [
+            _read(refs, "starts", *probe) for probe in zip(ends, exist, strict=True)
+        ]
+        for end, exists, value in zip(ends, exist, read, strict=True):
+            passed = exists & value.compare("sle", token)
+            request, start = passed.select(end, request), passed.select(value, start)
         step //= 8
-    owned = request.compare("ult", batch.requests)
-    start = _read(refs, "starts", request, owned)
-    return request, token - start, owned & token.compare("sge", start)
+    owned = request.compare("ult", batch.requests) & token.compare("sge", start)
+    return request, token - start, owned
 
 
 def _compressed(refs: Refs, batch: Batch, id_: Word, exists: Predicate) -> Word:
@@ -221,54 +230,67 @@ def _cached(
     return wanted.select(_read(refs, "slot_cache", slot, wanted), _UNKNOWN)
 
 
-def read_back(
+def _history(
     refs: Refs,
     batch: Batch,
-    token: Word,
-    back: Word,
-    owner: tuple[Word, Word, Predicate],
+    request: Word,
+    column: Word,
+    position: Word,
+    wanted: Predicate,
 ) -> Word:
-    """Read the compressed id that stands `back` places before a token.
+    """Read a place before the chunk: `column` 0 is the nearest."""
+    history = Word.of(_UNKNOWN)
+    if "slot_cache" in refs:
+        history = _cached(refs, batch, request, position, wanted)
+    if "lookback" in refs:
+        index = request * (batch.depth - 1) + column
+        id_ = _read(refs, "lookback", index, wanted)
+        unknown = id_.compare("eq", -1)
+        exists = wanted
+        if "lookback_dead" in refs:
+            dead = _is_set(refs, "lookback_dead", index, wanted)
+            unknown, exists = unknown & ~dead, wanted & ~dead
+        history = unknown.select(history, _compressed(refs, batch, id_, exists))
+    return history
+
+
+def read_back(
+    refs: Refs, batch: Batch, token: Word, places: Sequence[Word]
+) -> tuple[list[Word], Predicate]:
+    """Read the compressed ids that stand some places before a token.
 
     Args:
       refs: The operands' references by name.
       batch: Static sizes.
       token: The token's number in the batch, below `batch.tokens`.
-      back: How far back, 0 to n - 1.
-      owner: What `find_request` gave for the token.
+      places: How far back each is, 0 to n - 1.
 
     Returns:
-      A compressed id, that of the pad where the place is unknown, or -1 if the window
-      ends there: a dead token, or a place before the request's first.
+      For each place a compressed id, that of the pad where it is unknown, or -1 where
+      the window ends: at a dead token, or before the request's first. And whether the
+      token belongs to a request; where not, the ids mean nothing.
     """
-    request, place, owned = owner
-    # Read before the request is known, which shortens the chain of dependent reads.
-    before = token - back
-    there = before.compare("sge", 0)
-    alive = there
-    if "dead" in refs:
-        alive = there & ~_is_set(refs, "dead", before, there)
-    value = _compressed(refs, batch, _read(refs, "ids", before, there), alive)
-    earlier = owned & back.compare("sgt", place)
-    position = _read(refs, "positions", token, owned) - back
-    history = Word.of(_UNKNOWN)
-    if "slot_cache" in refs:
-        history = _cached(refs, batch, request, position, earlier)
-    if "lookback" in refs:
-        # The nearest place before the chunk is column 0.
-        index = request * (batch.depth - 1) + (back - place - 1)
-        id_ = _read(refs, "lookback", index, earlier)
-        unknown = id_.compare("eq", -1)
-        exists = earlier
-        if "lookback_dead" in refs:
-            dead = _is_set(refs, "lookback_dead", index, earlier)
-            unknown, exists = unknown & ~dead, earlier & ~dead
-        given = _compressed(refs, batch, id_, exists)
-        history = unknown.select(history, given)
-    value = earlier.select(history, value)
-    value = value.compare("slt", _DEAD).select(Word.of(batch.pad_id), value)
-    outside = position.compare("slt", 0) & back.compare("ne", 0)
-    return outside.select(Word.of(_DEAD), value)
+    # The batch is read before the request is known: a shorter chain of waiting reads.
+    position = _read(refs, "positions", token)
+    inside = []
+    for back in places:
+        before = token - back
+        there = before.compare("sge", 0)
+        id_ = _read(refs, "ids", before, there)
+        if "dead" in refs:
+            there &= ~_is_set(refs, "dead", before, there)
+        inside.append(_compressed(refs, batch, id_, there))
+    request, place, owned = _find_request(refs, batch, token)
+    values = []
+    for back, value in zip(places, inside, strict=True):
+        earlier = owned & back.compare("sgt", place)
+        at, column = position - back, back - place - 1
+        history = _history(refs, batch, request, column, at, earlier)
+        value = earlier.select(history, value)
+        value = value.compare("slt", _DEAD).select(Word.of(batch.pad_id), value)
+        outside = at.compare("slt", 0) & back.compare("ne", 0)
+        values.append(outside.select(Word.of(_DEAD), value))
+    return values, owned
 
 
 def close_window(values: list[Word], pad_id: int) -> list[Word]:
@@ -378,9 +400,8 @@ def _hash_block(
         entry = (thread + start).minimum(plan.tokens_per_block * depth - 1)
         token = (first_token + entry // depth).minimum(batch.tokens - 1)
         back = entry % depth
-        owner = find_request(refs, batch, token)
-        value = read_back(refs, batch, token, back, owner)
-        lost = ~owner[2] & back.compare("eq", 0)
+        (value,), owned = read_back(refs, batch, token, [back])
+        lost = ~owned & back.compare("eq", 0)
         value = lost.select(Word.of(_NO_REQUEST), value)
         memref.store(value.value, window, [_index(entry)])
     mgpu_utils.warpgroup_barrier()
@@ -453,7 +474,7 @@ def ngram_hash_pallas(
     out_type = jax.ShapeDtypeStruct(
         (input_ids.shape[0], layout.num_layers, layout.n_hash_cols), jnp.int32
     )
-    if out_type.size == 0 or query_start_loc.shape[0] < 2:  # noqa: PLR2004
+    if out_type.size == 0 or query_start_loc.shape[0] < 2:
         return jnp.full(out_type.shape, -1, jnp.int32)
     operands = batch_operands(*given)
     batch = batch_sizes(operands, layout, pad_id, block_size)
