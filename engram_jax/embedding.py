@@ -1,6 +1,6 @@
 """Tables of rows that token ids select, wherever the table lives."""
 
-from typing import Protocol, Self
+from typing import Protocol, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
@@ -9,13 +9,14 @@ from . import kernels, mxfp8
 from .constant import Constant
 
 
+@runtime_checkable
 class RowStorage(Protocol):
     """A table outside device memory: what `host_storage` offers."""
 
     num_rows: int
     head_dim: int
 
-    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... D+D/32"]:
+    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
         """Read rows as bytes, inside jit or not; an id outside reads as zeros."""
         ...
 
@@ -35,7 +36,7 @@ class ParallelEngramEmbedding(nnx.Module):
     def __init__(
         self,
         weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
-        scale: UInt8[Array, "R D/32"] | None = None,
+        scale: UInt8[Array, "R G"] | None = None,
         *,
         row_start: int = 0,
         backend: kernels.Backend | None = None,
@@ -59,7 +60,7 @@ class ParallelEngramEmbedding(nnx.Module):
         self.backend: kernels.Backend | None = backend
 
     @classmethod
-    def from_storage(cls, storage: RowStorage) -> Self:
+    def from_storage(cls, storage: RowStorage) -> "ParallelEngramEmbedding":
         """Take a table outside device memory.
 
         Args:
@@ -98,6 +99,7 @@ class ParallelEngramEmbedding(nnx.Module):
             bfloat16 [..., D]; of a float table, its dtype.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> table = jnp.ones((4, 32), jnp.float8_e4m3fn)
             >>> embedding = ParallelEngramEmbedding(table, jnp.full((4, 1), 128,
             ...                                                     jnp.uint8))
@@ -114,7 +116,7 @@ class ParallelEngramEmbedding(nnx.Module):
             backend=self.backend,
         )
 
-    def lookup_packed(self, ids: Int[Array, "..."]) -> UInt8[Array, "... D+D/32"]:
+    def lookup_packed(self, ids: Int[Array, "..."]) -> UInt8[Array, "... P"]:
         """Read rows as they are stored: D value bytes, then D/32 scale bytes.
 
         Args:

@@ -1,5 +1,6 @@
 """From the raw token ids of a batch, a chunk or a stream to table rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.typing import ArrayLike
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Int32
 
 from . import kernels
@@ -16,10 +17,15 @@ from .kernels.ids import narrow_ids
 from .kernels.ngram_hash import UNKNOWN_SLOT, compressed_or_dead
 from .layout import EngramLayout
 
+# What callers pass: a device array, a NumPy array or a (nested) list. The docstrings
+# give the shapes, and the functions check them.
+Ints = Int[Array, "..."] | Int[np.ndarray, "..."] | Sequence[Any]
+Bools = Bool[Array, "..."] | Bool[np.ndarray, "..."] | Sequence[Any]
+
 
 def _known(*arrays: Any) -> bool:
     """Whether the values are there to be looked at: not inside jit."""
-    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return not any(isinstance(array, Tracer) for array in arrays)
 
 
 def _check_shape(name: str, array: Array, wanted: tuple[int | None, ...]) -> None:
@@ -131,16 +137,16 @@ class NgramHashState(nnx.Module):
 
     def __call__(
         self,
-        input_ids: Int[ArrayLike, " T"],
-        positions: Int[ArrayLike, " T"],
-        query_start_loc: Int[ArrayLike, " R_plus_1"],
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
         *,
-        dead_mask: Bool[ArrayLike, " T"] | None = None,
-        lookback_token_ids: Int[ArrayLike, "R n_minus_1"] | None = None,
-        lookback_dead_mask: Bool[ArrayLike, "R n_minus_1"] | None = None,
+        dead_mask: Bools | None = None,
+        lookback_token_ids: Ints | None = None,
+        lookback_dead_mask: Bools | None = None,
         slot_cache: Int32[Array, " slots"] | None = None,
-        slot_mapping: Int[ArrayLike, " T"] | None = None,
-        block_table: Int[ArrayLike, "R blocks"] | None = None,
+        slot_mapping: Ints | None = None,
+        block_table: Ints | None = None,
         block_size: int | None = None,
     ) -> Int32[Array, "T L C"] | tuple[Int32[Array, "T L C"], Int32[Array, " slots"]]:
         """Hash a ragged batch of R requests' chunks.
@@ -220,13 +226,15 @@ class NgramHashState(nnx.Module):
             if block_size < 1:
                 raise ValueError(f"block_size is {block_size}; it must be at least 1")
             _check_shape("slot_cache", slot_cache, (None,))
-            block_table = narrow_ids(_array(block_table), "block_table")
-            _check_shape("block_table", block_table, (requests, None))
+            table = narrow_ids(_array(block_table), "block_table")
+            _check_shape("block_table", table, (requests, None))
             slot_mapping = narrow_ids(_array(slot_mapping), "slot_mapping")
             _check_shape("slot_mapping", slot_mapping, (num_tokens,))
             slot_cache = self._write_slots(
                 slot_cache, slot_mapping, input_ids, query_start_loc, dead_mask
             )
+        else:
+            table = block_size = None
         hashes = kernels.ngram_hash(
             input_ids,
             positions,
@@ -238,17 +246,17 @@ class NgramHashState(nnx.Module):
             lookback_token_ids=lookback_token_ids,
             lookback_dead_mask=lookback_dead_mask,
             slot_cache=slot_cache,
-            block_table=block_table if slot_cache is not None else None,
-            block_size=block_size if slot_cache is not None else None,
+            block_table=table,
+            block_size=block_size,
             backend=self.backend,
         )
         return hashes if slot_cache is None else (hashes, slot_cache)
 
     def hash_sequence(
         self,
-        input_ids: Int[ArrayLike, "*B S"],
-        dead_mask: Bool[ArrayLike, "*B S"] | None = None,
-        segment_ids: Int[ArrayLike, "*B S"] | None = None,
+        input_ids: Ints,
+        dead_mask: Bools | None = None,
+        segment_ids: Ints | None = None,
     ) -> Int32[Array, "*B S L C"]:
         """Hash whole sequences, each from its first token.
 
@@ -308,9 +316,9 @@ class NgramHashState(nnx.Module):
 
     def token_mask(
         self,
-        input_ids: Int[ArrayLike, " T"],
-        query_start_loc: Int[ArrayLike, " R_plus_1"],
-        dead_mask: Bool[ArrayLike, " T"] | None = None,
+        input_ids: Ints,
+        query_start_loc: Ints,
+        dead_mask: Bools | None = None,
     ) -> Bool[Array, " T"]:
         """Tell which tokens open the gate: tokens of a request that are not dead.
 
@@ -372,13 +380,13 @@ class NgramHashState(nnx.Module):
 
     def advance_lookback(
         self,
-        lookback_token_ids: Int[ArrayLike, "R n_minus_1"],
-        lookback_dead_mask: Bool[ArrayLike, "R n_minus_1"] | None,
-        input_ids: Int[ArrayLike, " T"],
-        query_start_loc: Int[ArrayLike, " R_plus_1"],
+        lookback_token_ids: Ints,
+        lookback_dead_mask: Bools | None,
+        input_ids: Ints,
+        query_start_loc: Ints,
         *,
-        dead_mask: Bool[ArrayLike, " T"] | None = None,
-        num_accepted: Int[ArrayLike, " R"] | None = None,
+        dead_mask: Bools | None = None,
+        num_accepted: Ints | None = None,
     ) -> tuple[Int32[Array, "R n_minus_1"], Bool[Array, "R n_minus_1"]]:
         """Move each request's window past its chunk, or past its accepted tokens.
 

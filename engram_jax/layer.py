@@ -31,7 +31,7 @@ class Engram(nnx.Module):
         self,
         embedding: ParallelEngramEmbedding,
         wkv_weight: Array,
-        wkv_scale: UInt8[Array, "N/32 CD/32"] | None,
+        wkv_scale: UInt8[Array, "NB KB"] | None,
         q_weight: Float[Array, "M E"],
         k_weight: Float[Array, "M E"],
         *,
@@ -124,7 +124,7 @@ class Engram(nnx.Module):
 
     def rows(
         self, hash_ids: Int32[Array, "T C"]
-    ) -> BFloat16[Array, "T C D"] | UInt8[Array, "T C D+D/32"]:
+    ) -> BFloat16[Array, "T C D"] | UInt8[Array, "T C P"]:
         """Read each token's rows, in a form that `project` takes.
 
         Args:
@@ -139,7 +139,7 @@ class Engram(nnx.Module):
         return self.embedding(hash_ids)
 
     def project(
-        self, rows: BFloat16[Array, "T C D"] | UInt8[Array, "T C D+D/32"]
+        self, rows: BFloat16[Array, "T C D"] | UInt8[Array, "T C P"]
     ) -> BFloat16[Array, "T N"]:
         """Project rows to M keys and one value: `kernels.wkv`.
 

@@ -64,7 +64,7 @@ def _check_blocks(values: Array, scale: Array) -> None:
 
 def quantize(
     x: Float[Array, "... D"],
-) -> tuple[Float8e4m3fn[Array, "... D"], UInt8[Array, "... D/32"]]:
+) -> tuple[Float8e4m3fn[Array, "... D"], UInt8[Array, "... G"]]:
     """Quantise to MXFP8.
 
     `scale = 2^ceil(log2(max|x| / 448))` over each block of 32, the smallest power of
@@ -124,7 +124,7 @@ def quantize(
 
 def dequantize(
     values: Float8e4m3fn[Array, "... D"] | UInt8[Array, "... D"],
-    scale: UInt8[Array, "... D/32"],
+    scale: UInt8[Array, "... G"],
     dtype: jnp.dtype | type = jnp.bfloat16,
 ) -> Float[Array, "... D"]:
     """Decode MXFP8: `value * 2^(byte - 127)` in float32, rounded once to `dtype`.
@@ -166,8 +166,8 @@ def dequantize(
 
 def pack(
     values: Float8e4m3fn[Array, "... D"] | UInt8[Array, "... D"],
-    scale: UInt8[Array, "... D/32"],
-) -> UInt8[Array, "... D+D/32"]:
+    scale: UInt8[Array, "... G"],
+) -> UInt8[Array, "... P"]:
     """Put each row's scales behind its values: D + D/32 bytes a row.
 
     Args:
@@ -191,7 +191,7 @@ def pack(
 
 def unpack(
     packed: UInt8[Array, "... _"],
-) -> tuple[Float8e4m3fn[Array, "... D"], UInt8[Array, "... D/32"]]:
+) -> tuple[Float8e4m3fn[Array, "... D"], UInt8[Array, "... G"]]:
     """Split packed rows into values and scales; the inverse of `pack`.
 
     Args:

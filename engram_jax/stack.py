@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from .config import EngramConfig
-from .hash_state import NgramHashState
+from .hash_state import Bools, Ints, NgramHashState
 from .layer import Engram
 from .layout import EngramLayout
 
@@ -84,11 +84,11 @@ class EngramStack(nnx.Module):
 
     def batch(
         self,
-        input_ids: Int[Any, " T"],
-        positions: Int[Any, " T"],
-        query_start_loc: Int[Any, " R_plus_1"],
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
         *,
-        dead_mask: Bool[Any, " T"] | None = None,
+        dead_mask: Bools | None = None,
         slot_cache: Int32[Array, " slots"] | None = None,
         **history: Any,
     ) -> EngramBatch | tuple[EngramBatch, Int32[Array, " slots"]]:

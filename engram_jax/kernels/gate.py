@@ -59,7 +59,7 @@ def gate_values(
 
 
 def _gate_xla(hidden, kv, q_weight, k_weight, token_mask, *, eps, clamp):
-    tokens, streams, width = hidden.shape
+    _, streams, width = hidden.shape
     if token_mask is None:
         stream, numbers = hidden, kv
     else:

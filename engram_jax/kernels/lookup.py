@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, UInt8
 
-from .. import mxfp8
+from engram_jax import mxfp8
+
 from .dispatch import Backend, resolve_backend
 from .ids import narrow_ids
 
@@ -105,6 +106,7 @@ def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
         weight, scale = lax.stop_gradient((weight, scale))
     if chosen == "xla":
         return xla_form(weight, scale, ids, row_start, row_end)
+    assert scale is not None  # else the kernel was refused
     from . import lookup_pallas  # here, since importing Pallas takes a second
 
     kernel = functools.partial(
@@ -120,7 +122,7 @@ def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
 
 def lookup(
     weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
-    scale: UInt8[Array, "R D/32"] | Array | None,
+    scale: UInt8[Array, "R G"] | Array | None,
     ids: Int[Array, "..."],
     *,
     row_start: int | Int[Array, ""] = 0,
@@ -166,13 +168,13 @@ def lookup(
 
 def lookup_packed(
     weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"],
-    scale: UInt8[Array, "R D/32"] | Array,
+    scale: UInt8[Array, "R G"] | Array,
     ids: Int[Array, "..."],
     *,
     row_start: int | Int[Array, ""] = 0,
     row_end: int | Int[Array, ""] | None = None,
     backend: Backend | None = None,
-) -> UInt8[Array, "... D+D/32"]:
+) -> UInt8[Array, "... P"]:
     """Read rows of a table by id as they are stored: D value bytes, D/32 scale bytes.
 
     The form that exchanges and the projection take; 264 bytes a row for D = 256. An id

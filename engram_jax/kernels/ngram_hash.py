@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from ..layout import EngramLayout
+from engram_jax.layout import EngramLayout
+
 from .dispatch import Backend, resolve_backend
 
 UNKNOWN_SLOT = -2

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, UInt8
 
-from .. import mxfp8
+from engram_jax import mxfp8
+
 from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 
 _MIN_ROWS = 16
@@ -25,7 +26,7 @@ def _tile_scale(scale, rows: int):
 
 
 def dequantize_weight(
-    weight: Float8e4m3fn[Array, "N K"], scale: UInt8[Array, "N/32 K/32"]
+    weight: Float8e4m3fn[Array, "N K"], scale: UInt8[Array, "NB KB"]
 ) -> BFloat16[Array, "N K"]:
     """Decode a projection weight with one scale per 32x32 block.
 
@@ -125,10 +126,10 @@ def _check(rows, weight, scale) -> None:
 def wkv(
     rows: BFloat16[Array, "T CD"]
     | BFloat16[Array, "T C D"]
-    | UInt8[Array, "T C D+D/32"]
+    | UInt8[Array, "T C P"]
     | Float[Array, "T ..."],
     weight: Float8e4m3fn[Array, "N CD"] | UInt8[Array, "N CD"] | Float[Array, "N CD"],
-    scale: UInt8[Array, "N/32 CD/32"] | Array | None,
+    scale: UInt8[Array, "NB KB"] | Array | None,
     *,
     backend: Backend | None = None,
 ) -> BFloat16[Array, "T N"]:
