@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 WARPGROUP = 128  # threads that run one inline Mosaic function
 BF16_2_POW_120 = 0x7B807B80  # the bfloat16 2**120, in both halves of a word
@@ -316,3 +316,20 @@ def store(
         *(word.value for word in words),
         predicate=None if only_if is None else only_if.value,
     )
+
+
+def read_shared(ref: ir.Value, index: Word) -> Word:
+    """Read one element of a 1-D reference to shared memory."""
+    at = arith.index_cast(ir.IndexType.get(), index.value)
+    return Word(memref.load(ref, [at]))
+
+
+def write_shared(ref: ir.Value, index: Word, word: Word) -> None:
+    """Write one element of a 1-D reference to shared memory."""
+    at = arith.index_cast(ir.IndexType.get(), index.value)
+    memref.store(word.value, ref, [at])
+
+
+def wait_for_threads() -> None:
+    """Wait until every thread of the warpgroup is here and its writes are visible."""
+    mgpu_utils.warpgroup_barrier()

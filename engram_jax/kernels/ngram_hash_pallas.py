@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
 
 from ..layout import EngramLayout
 from .ids import narrow_ids
@@ -32,10 +30,13 @@ from .mosaic_pallas import (
     Word,
     address,
     load,
+    read_shared,
     reciprocal,
     remainder,
     store,
     thread_index,
+    wait_for_threads,
+    write_shared,
 )
 
 INTERPRET_REASON = "it reads memory per thread, which the interpreter cannot do"
@@ -403,15 +404,12 @@ def _hash_block(
         (value,), owned = read_back(refs, batch, token, [back])
         lost = ~owned & back.compare("eq", 0)
         value = lost.select(Word.of(_NO_REQUEST), value)
-        memref.store(value.value, window, [_index(entry)])
-    mgpu_utils.warpgroup_barrier()
+        write_shared(window, entry, value)
+    wait_for_threads()
 
     for i in range(plan.tokens_per_thread):
         local = working.select(lane, 0) + i * plan.lanes
-        values = [
-            Word(memref.load(window, [_index(local * depth + back)]))
-            for back in range(depth)
-        ]
+        values = [read_shared(window, local * depth + back) for back in range(depth)]
         rolling = roll(close_window(values, batch.pad_id), multipliers, size_index)
         lost = values[0].compare("eq", _NO_REQUEST)
         rows = [
@@ -421,10 +419,6 @@ def _hash_block(
         token = first_token + local
         where = address(refs["out"]) + (token * plan.columns + column).widen() * 4
         store(where, rows, only_if=working & token.compare("ult", batch.tokens))
-
-
-def _index(word: Word) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), word.value)
 
 
 def ngram_hash_pallas(
