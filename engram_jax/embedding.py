@@ -1,6 +1,6 @@
 """Tables of rows that token ids select, wherever the table lives."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
@@ -35,27 +35,40 @@ class ParallelEngramEmbedding(nnx.Module):
 
     def __init__(
         self,
-        weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
+        weight: (
+            Float8e4m3fn[Array, "R D"]
+            | UInt8[Array, "R D"]
+            | Float[Array, "R D"]
+            | None
+        ),
         scale: UInt8[Array, "R G"] | None = None,
         *,
+        storage: RowStorage | None = None,
         row_start: int = 0,
         backend: kernels.Backend | None = None,
     ):
-        """Take a table on the device.
+        """Take a table on the device, or one that is stored elsewhere.
 
         Args:
             weight: e4m3 values or their bytes; without scales, float rows to train.
+                None where `storage` has the rows.
             scale: E8M0 bytes.
+            storage: a table outside device memory.
             row_start: the id of the table's row 0: a shard's first row.
             backend: of the lookup: None, "pallas", "xla" or "pallas_interpret".
         """
-        if scale is None:
+        self.weight: Any
+        self.scale: Any
+        if storage is not None:
+            self.weight = nnx.data(None)
+            self.scale = nnx.data(None)
+        elif scale is None:
             self.weight = nnx.data(nnx.Param(weight))
             self.scale = nnx.data(None)
         else:
             self.weight = nnx.data(Constant(weight))
             self.scale = nnx.data(Constant(mxfp8.scale_bytes(scale)))
-        self.storage: RowStorage | None = None
+        self.storage = storage
         self.row_start = row_start
         self.backend: kernels.Backend | None = backend
 
@@ -69,23 +82,21 @@ class ParallelEngramEmbedding(nnx.Module):
         Returns:
             The embedding; its rows are those that a device table would give.
         """
-        embedding = cls.__new__(cls)
-        embedding.weight = nnx.data(None)
-        embedding.scale = nnx.data(None)
-        embedding.storage = storage
-        embedding.row_start = 0
-        embedding.backend = None
-        return embedding
+        return cls(None, storage=storage)
 
     @property
     def num_rows(self) -> int:
         """Count the table's rows, R."""
-        return self.storage.num_rows if self.storage else self.weight.shape[0]
+        return (
+            self.storage.num_rows if self.storage is not None else self.weight.shape[0]
+        )
 
     @property
     def head_dim(self) -> int:
         """Give the width of a row, D."""
-        return self.storage.head_dim if self.storage else self.weight.shape[1]
+        return (
+            self.storage.head_dim if self.storage is not None else self.weight.shape[1]
+        )
 
     def __call__(
         self, ids: Int[Array, "..."]
