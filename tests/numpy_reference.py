@@ -205,18 +205,26 @@ def advance_lookback(
     input_ids: np.ndarray,
     query_start_loc: np.ndarray,
     *,
+    vocab_size: int,
     dead_mask: np.ndarray | None = None,
     num_accepted: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gives each request's window after its chunk, or after its accepted tokens."""
+    """Gives each request's window after its chunk, or after its accepted tokens.
+
+    A token that is none stays dead: its id would read as unknown otherwise.
+    """
+
+    def is_dead(token: int) -> bool:
+        masked = dead_mask is not None and bool(dead_mask[token])
+        return masked or not 0 <= int(input_ids[token]) < vocab_size
+
     ids, dead = np.array(lookback_token_ids), np.array(lookback_dead_mask)
     for request in range(len(query_start_loc) - 1):
         start, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
         if num_accepted is not None:
             end = start + int(num_accepted[request])
         newest_first = [
-            (int(input_ids[t]), dead_mask is not None and bool(dead_mask[t]))
-            for t in reversed(range(start, end))
+            (int(input_ids[t]), is_dead(t)) for t in reversed(range(start, end))
         ]
         newest_first += zip(
             lookback_token_ids[request], lookback_dead_mask[request], strict=True
