@@ -7,6 +7,7 @@ and runs the cases that are marked so; where it finds no GPU they are deselected
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -39,7 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Deselects what needs a GPU where JAX runs on none."""
+    """Deselects what needs a GPU, and skips doctests that need PyTorch, without it."""
+    if importlib.util.find_spec("torch") is None:
+        for item in items:
+            if isinstance(item, pytest.DoctestItem) and (
+                item.path.name == "torch_interop.py"
+            ):
+                item.add_marker(pytest.mark.skip("PyTorch is not installed"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         config.hook.pytest_deselected(items=marked)
