@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from .config import QUANT_BLOCK, EngramConfig
@@ -30,9 +31,7 @@ _ENGRAM_NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<name>layers\.\d+\.engram\..
 _INT32 = np.iinfo(np.int32)
 
 
-def to_jax(
-    tensor: "torch.Tensor", *, device: jax.Device | jax.sharding.Sharding | None = None
-) -> Array:
+def to_jax(tensor: "torch.Tensor", *, device: Any = None) -> Array:
     """Give a tensor to JAX, without a copy where its layout allows it.
 
     Float8 e4m3, bfloat16 and all other dtypes of 32 bits or less keep their dtype, but
@@ -47,7 +46,7 @@ def to_jax(
 
     Args:
         tensor: dense, without gradient, on the CPU or on a GPU that JAX sees too.
-        device: where the array shall be; None leaves it on the tensor's device.
+        device: a device or sharding for the array; None leaves it where the tensor is.
 
     Returns:
         The array. Where nothing was copied it shares the tensor's memory and keeps it
@@ -121,7 +120,7 @@ def to_torch(array: Array) -> "torch.Tensor":
     """
     import torch
 
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         raise TypeError(
             "The array is being traced (inside jit, grad or vmap); PyTorch needs "
             "values. Call to_torch outside, or use jax.pure_callback."
