@@ -1,12 +1,13 @@
 """Hash and row lookup of all layers in one Mosaic GPU kernel, for decoding.
 
-At a few tokens each kernel costs more to start than to run: hash, one lookup a layer and
-one reordering a layer are seven kernels for two layers. Here every thread finds its row
-itself, reads 16 of its values and writes them where the FP8 projection expects them
-(`to_wkv_order`). Threads of a row repeat its hash, which costs nothing while the card is
-nearly empty; for many tokens the separate kernels are faster.
+At a few tokens each kernel costs more to start than to run: hash, one lookup a layer
+and one reordering a layer are five kernels for two layers. Here every thread finds its
+row itself, reads 16 of its values and writes them where the FP8 projection expects them
+(`to_wkv_order`). Threads of a row repeat its hash, which costs nothing while the card
+is nearly empty; for many tokens the separate kernels are faster.
 
-Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`, whose pieces it uses.
+Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`; their pieces serve
+here.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..layout import EngramLayout
+from engram_jax.layout import EngramLayout
+
 from .mosaic_pallas import (
     WARPGROUP,
     Word,
@@ -161,7 +163,19 @@ def decode_front_end_pallas(
     Args:
       weights: One table a layer, e4m3 or uint8 [R, D], D a multiple of 64.
       scales: Their scales, uint8 [R, D/32].
-      input_ids: And all further arguments: as for `ngram_hash_pallas`.
+      input_ids: int32 [T].
+      positions: int32 [T].
+      query_start_loc: int32 [R + 1], not decreasing.
+      token_map: int32 [V].
+      dead_mask: bool [T].
+      lookback_token_ids: int32 [R, n - 1].
+      lookback_dead_mask: bool [R, n - 1].
+      slot_cache: int32 [slots], written already.
+      block_table: int32 [R, blocks].
+      layout: Primes, offsets and multipliers.
+      pad_id: The compressed pad id.
+      block_size: Positions in a block.
+      interpret: Must be False; see `ngram_hash_pallas.INTERPRET_REASON`.
 
     Returns:
       One bfloat16 [`padded_tokens` (T), C * D] a layer. Rows from T on are not written
@@ -176,7 +190,7 @@ def decode_front_end_pallas(
     out_type = jax.ShapeDtypeStruct(
         (padded_tokens(input_ids.shape[0]), columns * width), jnp.bfloat16
     )
-    if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:  # noqa: PLR2004
+    if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
         return tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
     operands = batch_operands(
         input_ids,

@@ -14,6 +14,8 @@ The interpreter does not run such code; the bit arithmetic is tested apart from 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,7 @@ def unsupported_reason(
 
 
 def _local_row(
-    refs: dict, row: Word, exists: Predicate, sizes: _Sizes
+    refs: Mapping[str, Any], row: Word, exists: Predicate, sizes: _Sizes
 ) -> tuple[Word, Predicate]:
     """Give an output row's row in the table (64 bits), and whether there is one."""
     (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
@@ -89,7 +91,7 @@ def _local_row(
     return local.widen(), inside
 
 
-def _dequantize(refs: dict, pieces: list[Word], sizes: _Sizes) -> None:
+def _dequantize(refs: Mapping[str, Any], pieces: list[Word], sizes: _Sizes) -> None:
     per_row = sizes.width // _PIECE
     todo = []
     for piece in pieces:
@@ -113,7 +115,7 @@ def _dequantize(refs: dict, pieces: list[Word], sizes: _Sizes) -> None:
         store(where, out, only_if=exists)
 
 
-def _copy_packed(refs: dict, pieces: list[Word], sizes: _Sizes) -> None:
+def _copy_packed(refs: Mapping[str, Any], pieces: list[Word], sizes: _Sizes) -> None:
     # Values and scales both start at a multiple of `unit` in every row.
     unit = math.gcd(_PIECE, sizes.scales)
     value_pieces, per_row = sizes.width // unit, (sizes.width + sizes.scales) // unit

@@ -43,6 +43,7 @@ class Word:
 
     @property
     def bits(self) -> int:
+        """Give the width: 32 or 64."""
         return ir.IntegerType(self.value.type).width
 
     def _other(self, other: "Word | int") -> ir.Value:
@@ -80,6 +81,7 @@ class Word:
         return type(self)(arith.shrui(self.value, self._other(other)))
 
     def minimum(self, other: "Word | int") -> "Word":
+        """Give the smaller of two unsigned numbers."""
         return type(self)(arith.minui(self.value, self._other(other)))
 
     def mul_high(self, other: "Word | int") -> "Word":
@@ -245,7 +247,7 @@ def to_wkv_order(rows: jax.Array) -> jax.Array:
 
 
 def as_words(array: jax.Array) -> jax.Array:
-    """View bytes [.., n], n a multiple of 4, as int32 [.., n/4]: no copy when jitted."""
+    """View bytes [.., n], n a multiple of 4, as int32 [.., n/4]; jitted, no copy."""
     if array.dtype == jnp.int32:
         return array
     four = array.reshape(*array.shape[:-1], array.shape[-1] // 4, 4)

@@ -2,9 +2,9 @@
 
 A block of threads takes a few tokens. First each thread finds what one token reads one
 place back: the compressed id from the batch, the lookback window or the slot cache, or
-that the window ends there. Then, through shared memory, each thread hashes a few columns
-of one token. 64-bit products need no x64 mode inside inline code, and the remainder by a
-prime is two multiplications by constants of the layout.
+that the window ends there. Then, through shared memory, each thread hashes a few
+columns of one token. 64-bit products need no x64 mode inside inline code, and the
+remainder by a prime is two multiplications by constants of the layout.
 
 Why inline Mosaic code: Pallas has no per-thread gather (token map, request of a token),
 and a kernel without it would leave them to separate kernels that cost more than the
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
-from ..layout import EngramLayout
+from engram_jax.layout import EngramLayout
+
 from .ids import narrow_ids
 from .mosaic_pallas import (
     WARPGROUP,
@@ -42,9 +42,8 @@ from .mosaic_pallas import (
 INTERPRET_REASON = "it reads memory per thread, which the interpreter cannot do"
 
 _DEAD, _UNKNOWN, _NO_REQUEST = -1, -2, -2
-_MAX_PRIME = 2**31  # `remainder` holds twice a prime in 32 bits
 
-Refs = Mapping[str, ir.Value]
+Refs = Mapping[str, Any]  # references by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +132,7 @@ def layout_reason(layout: EngramLayout, pad_id: int) -> str | None:
     largest = max(layout.compressed_vocab_size - 1, pad_id)
     if layout.multipliers.min() < 0 or int(layout.multipliers.max()) * largest >= 2**63:
         return "a compressed id times a multiplier does not stay below 2**63"
-    if layout.primes.max() >= _MAX_PRIME:
-        return f"a prime is not below {_MAX_PRIME}"
-    return None
+    return None  # a layout's primes are below 2**31, since its rows are
 
 
 def unsupported_reason(
@@ -283,14 +280,14 @@ def read_back(
         inside.append(_compressed(refs, batch, id_, there))
     request, place, owned = _find_request(refs, batch, token)
     values = []
-    for back, value in zip(places, inside, strict=True):
+    for back, in_batch in zip(places, inside, strict=True):
         earlier = owned & back.compare("sgt", place)
         at, column = position - back, back - place - 1
         history = _history(refs, batch, request, column, at, earlier)
-        value = earlier.select(history, value)
-        value = value.compare("slt", _DEAD).select(Word.of(batch.pad_id), value)
+        value = earlier.select(history, in_batch)
+        known = value.compare("sge", _DEAD).select(value, batch.pad_id)
         outside = at.compare("slt", 0) & back.compare("ne", 0)
-        values.append(outside.select(Word.of(_DEAD), value))
+        values.append(outside.select(Word.of(_DEAD), known))
     return values, owned
 
 
@@ -378,7 +375,7 @@ def _plan(tokens: int, layout: EngramLayout, tokens_per_thread: int | None) -> _
 
 def _hash_block(
     refs: Refs,
-    window: ir.Value,
+    window: Any,
     block: tuple[Word, Word],
     batch: Batch,
     layout: EngramLayout,

@@ -1,8 +1,8 @@
 """Compiles programs for a Hopper GPU on a machine without one.
 
 Needs the packages jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (no
-driver, no GPU). What the GPU's compiler would refuse fails here: too much shared memory,
-assembly errors, layouts that do not fit.
+driver, no GPU). What the GPU's compiler would refuse fails here: too much shared
+memory, assembly errors, layouts that do not fit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 _TARGET = Path(__file__).with_name("h200_target_config.txtpb")
 
@@ -49,7 +55,7 @@ def operand(shape, dtype, *, memory_kind: str | None = None) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def compile_for_hopper(function, *operands) -> jax.stages.Compiled:
+def compile_for_hopper(function, *operands, **named) -> jax.stages.Compiled:
     """Compiles ``jit(function)`` for sm_90a; raises what the GPU's compiler raises."""
     with abstract_hopper():
-        return jax.jit(function).lower(*operands).compile()
+        return jax.jit(function).lower(*operands, **named).compile()
