@@ -54,7 +54,7 @@ def pad_batch(
     token_buckets: Sequence[int] = TOKEN_BUCKETS,
     request_buckets: Sequence[int] = REQUEST_BUCKETS,
     **per_token_or_request: Any,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Pad a ragged batch with tokens of no request and requests of no token.
 
     Padded tokens hash to -1 and pass the gate as they are; padded requests are empty.
@@ -86,7 +86,7 @@ def pad_batch(
     starts = np.asarray(query_start_loc)
     requests = bucket_size(len(starts) - 1, request_buckets)
     tokens = bucket_size(len(input_ids), token_buckets)
-    padded = {
+    padded: dict[str, Any] = {
         "query_start_loc": np.pad(starts, (0, requests + 1 - len(starts)), "edge")
     }
     given = {"input_ids": input_ids, "positions": positions, **per_token_or_request}

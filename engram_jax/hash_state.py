@@ -1,7 +1,7 @@
 """From the raw token ids of a batch, a chunk or a stream to table rows."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,35 @@ class NgramHashState(nnx.Module):
     def lookback(self) -> int:
         """Count the tokens before a chunk that its hashes depend on, n - 1."""
         return self.layout.max_ngram_size - 1
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
+        lookback_token_ids: Ints | None = None,
+        lookback_dead_mask: Bools | None = None,
+        slot_cache: None = None,
+    ) -> Int32[Array, "T L C"]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
+        lookback_token_ids: Ints | None = None,
+        lookback_dead_mask: Bools | None = None,
+        slot_cache: Int32[Array, " slots"],
+        slot_mapping: Ints,
+        block_table: Ints,
+        block_size: int,
+    ) -> tuple[Int32[Array, "T L C"], Int32[Array, " slots"]]: ...
 
     def __call__(
         self,
@@ -316,7 +345,6 @@ class NgramHashState(nnx.Module):
             np.arange(input_ids.size // max(length, 1) + 1, dtype=np.int32) * length,
             dead_mask=None if dead_mask is None else dead_mask.reshape(-1),
         )
-        assert isinstance(hashes, jax.Array)  # no slot cache was given
         return hashes.reshape(*shape, *hashes.shape[1:])
 
     def token_mask(
@@ -464,7 +492,8 @@ class NgramHashState(nnx.Module):
             return
         _check_ragged(starts, input_ids.shape[0])
         token = np.arange(input_ids.shape[0])
-        valid = token < int(starts[-1])
+        # Through NumPy: inside jit, indexing a known array gives a traced value.
+        valid = token < int(np.asarray(starts)[-1])
         if _known(positions) and (np.asarray(positions)[valid] < 0).any():
             raise ValueError(
                 f"positions holds {int(np.asarray(positions)[valid].min())}; positions "

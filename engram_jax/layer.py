@@ -124,7 +124,7 @@ class Engram(nnx.Module):
 
     def rows(
         self, hash_ids: Int32[Array, "T C"]
-    ) -> BFloat16[Array, "T C D"] | UInt8[Array, "T C P"]:
+    ) -> Float[Array, "T C D"] | UInt8[Array, "T C P"]:
         """Read each token's rows, in a form that `project` takes.
 
         Args:
@@ -139,7 +139,7 @@ class Engram(nnx.Module):
         return self.embedding(hash_ids)
 
     def project(
-        self, rows: BFloat16[Array, "T C D"] | UInt8[Array, "T C P"]
+        self, rows: Float[Array, "T C D"] | UInt8[Array, "T C P"]
     ) -> BFloat16[Array, "T N"]:
         """Project rows to M keys and one value: `kernels.wkv`.
 
@@ -218,6 +218,13 @@ class Engram(nnx.Module):
             weight = kernels.dequantize_weight(weight, self.wkv_scale[...])
         self.wkv_weight = nnx.data(nnx.Param(weight.astype(dtype)))
         self.wkv_scale = nnx.data(None)
+
+    def quantize_projection(self) -> None:
+        """Replace a float projection by an FP8 one: `kernels.quantize_weight`."""
+        if self.wkv_scale is None:
+            weight, scale = kernels.quantize_weight(self.wkv_weight[...])
+            self.wkv_weight = nnx.data(Constant(weight))
+            self.wkv_scale = nnx.data(Constant(scale))
 
     def _check_ids(self, hidden_states, hash_ids) -> None:
         wanted = (hidden_states.shape[0], self.n_hash_cols)

@@ -94,8 +94,26 @@ def quantize(
         raise ValueError(
             f"x has shape {x.shape}; its last axis must be a multiple of {BLOCK}"
         )
-    groups = x.shape[-1] // BLOCK  # not -1, which a batch of no rows leaves open
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, BLOCK)
+    values, scale = quantize_blocks(x.reshape(*x.shape[:-1], -1, BLOCK))
+    return values.reshape(x.shape), scale
+
+
+def quantize_blocks(
+    blocks: Float[Array, "... B"],
+) -> tuple[Float8e4m3fn[Array, "... B"], UInt8[Array, "..."]]:
+    """Quantise with one scale for the whole last axis, as `quantize` does for 32.
+
+    Args:
+        blocks: bfloat16, float16 or float32.
+
+    Returns:
+        The values, float8_e4m3fn [..., B], and the scale bytes, uint8 [...].
+
+    Example:
+        >>> quantize_blocks(jnp.full((2, 3), 0.5))[1]
+        Array([118, 118], dtype=uint8)
+    """
+    blocks = blocks.astype(jnp.float32)
     bits = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF
     largest = bits.max(axis=-1)
     # float32 orders like its bits. 448 = 1.75 * 2^8, so a mantissa above 1.75 needs
@@ -118,8 +136,7 @@ def quantize(
         _ldexp(jnp.abs(blocks), power),
     )
     scaled = jnp.where(jnp.signbit(blocks), -magnitude, magnitude)
-    values = scaled.astype(jnp.float8_e4m3fn).reshape(x.shape)
-    return values, byte.astype(jnp.uint8)
+    return scaled.astype(jnp.float8_e4m3fn), byte.astype(jnp.uint8)
 
 
 def dequantize(

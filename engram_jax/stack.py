@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from .config import EngramConfig
 from .hash_state import Bools, Ints, NgramHashState
@@ -26,8 +26,9 @@ class EngramBatch:
         token_mask: bool [T], False where the gate is shut.
     """
 
-    hash_ids: Int32[Array, "T L C"]
-    token_mask: Bool[Array, " T"]
+    # Not typed further: JAX builds pytrees of placeholders, too.
+    hash_ids: Any
+    token_mask: Any
 
 
 class EngramStack(nnx.Module):
@@ -81,6 +82,30 @@ class EngramStack(nnx.Module):
     def layout(self) -> EngramLayout:
         """Give primes, offsets and multipliers."""
         return self.hash_state.layout
+
+    @overload
+    def batch(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
+        slot_cache: None = None,
+        **history: Any,
+    ) -> EngramBatch: ...
+
+    @overload
+    def batch(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
+        slot_cache: Int32[Array, " slots"],
+        **history: Any,
+    ) -> tuple[EngramBatch, Int32[Array, " slots"]]: ...
 
     def batch(
         self,
@@ -142,9 +167,8 @@ class EngramStack(nnx.Module):
         Raises:
             KeyError: the layer has no Engram.
         """
-        return self.layers[layer_id](
-            hidden_states, self.hash_ids(layer_id, batch), batch.token_mask
-        )
+        hash_ids = self.hash_ids(layer_id, batch)
+        return self.layers[layer_id](hidden_states, hash_ids, batch.token_mask)
 
     def hash_ids(self, layer_id: int, batch: EngramBatch) -> Int32[Array, "T C"]:
         """Select one layer's rows of a batch.

@@ -8,4 +8,5 @@ from .lookup import lookup as lookup
 from .lookup import lookup_packed as lookup_packed
 from .ngram_hash import ngram_hash as ngram_hash
 from .wkv import dequantize_weight as dequantize_weight
+from .wkv import quantize_weight as quantize_weight
 from .wkv import wkv as wkv

@@ -53,6 +53,43 @@ def dequantize_weight(
     return mxfp8.dequantize(weight, _tile_scale(mxfp8.scale_bytes(scale), len(weight)))
 
 
+def quantize_weight(
+    weight: Float[Array, "N K"],
+) -> tuple[Float8e4m3fn[Array, "N K"], UInt8[Array, "NB KB"]]:
+    """Quantise a projection weight with one scale per 32x32 block.
+
+    The scales follow `mxfp8.quantize`; the inverse of `dequantize_weight` for a weight
+    that came from it, up to a common factor of value and scale.
+
+    Args:
+        weight: bfloat16 or float32 [N, K], K a multiple of 32.
+
+    Returns:
+        float8_e4m3fn [N, K] and E8M0 bytes [ceil(N/32), K/32].
+
+    Raises:
+        ValueError: K is not a multiple of 32.
+
+    Example:
+        >>> quantize_weight(jnp.ones((64, 32)))[1].tolist()
+        [[119], [119]]
+    """
+    rows, width = weight.shape
+    if width % mxfp8.BLOCK:
+        raise ValueError(
+            f"weight has shape {weight.shape}; its width must be a multiple of "
+            f"{mxfp8.BLOCK}"
+        )
+    block = mxfp8.BLOCK
+    padded = jnp.pad(weight, ((0, -rows % block), (0, 0)))
+    blocks = padded.reshape(-1, block, width // block, block).swapaxes(1, 2)
+    values, scale = mxfp8.quantize_blocks(
+        blocks.reshape(*blocks.shape[:2], block * block)
+    )
+    values = values.reshape(blocks.shape).swapaxes(1, 2).reshape(padded.shape)
+    return values[:rows], scale
+
+
 def _product(rows, weight):
     """`rows @ weight.T` in bfloat16 with float32 accumulation, the same at every T.
 
