@@ -1,7 +1,8 @@
 """Tables of rows that token ids select, wherever the table lives."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
 
@@ -18,6 +19,12 @@ class RowStorage(Protocol):
 
     def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
         """Read rows as bytes, inside jit or not; an id outside reads as zeros."""
+        ...
+
+    def stored_rows(
+        self, part: Literal["weight", "scale"], start: int, stop: int
+    ) -> UInt8[np.ndarray, "..."]:
+        """Return the bytes of consecutive rows, to save them."""
         ...
 
 

@@ -4,7 +4,7 @@ import mmap
 import os
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32, UInt8
 from .config import QUANT_BLOCK
 from .constant import Constant
 from .mxfp8 import pack, scale_bytes
-from .safetensors_file import TensorInfo, map_bytes
+from .safetensors_file import TensorInfo, map_bytes, read_rows
 
 _PROBE_ROWS = 64
 
@@ -110,6 +110,14 @@ class MappedFileTable:
         self._read(rows[_PROBE_ROWS:], known[_PROBE_ROWS:], out)
         return out.reshape(*ids.shape, width)
 
+    def stored_rows(
+        self, part: Literal["weight", "scale"], start: int, stop: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return the bytes of consecutive rows of the values or the scales."""
+        # Read, not mapped, so that a pass over the table does not become resident.
+        info = self._parts[part == "scale"].info
+        return read_rows(info, start, stop).view(np.uint8)
+
     def _read(
         self,
         rows: npt.NDArray[np.int64],
@@ -125,6 +133,7 @@ class _MappedRows:
     """Bytes of one tensor of a table, mapped for reading rows all over it."""
 
     def __init__(self, info: TensorInfo) -> None:
+        self.info = info
         self._mapping, self._skip = map_bytes(info)
         # Otherwise the kernel reads 128 KB around each row: 20 times as slow.
         self._mapping.madvise(mmap.MADV_RANDOM)
@@ -190,6 +199,13 @@ class PinnedHostTable(nnx.Module):
             else scale_bytes(scale)
         )
         self.scale = Constant(jax.device_put(bytes_of_scale, sharding))
+
+    def stored_rows(
+        self, part: Literal["weight", "scale"], start: int, stop: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return the bytes of consecutive rows of the values or the scales."""
+        table = self.weight if part == "weight" else self.scale
+        return np.asarray(table[start:stop]).view(np.uint8)
 
     def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
         """Read rows as stored: D value bytes, then D/32 scale bytes.
