@@ -391,7 +391,8 @@ def gate_values(
             dot = float(np.sum(h * q_weight[m] * k_weight[m] * key))
             dot = dot * r_h * r_k / math.sqrt(width)
             slope = math.copysign(math.sqrt(max(abs(dot), clamp)), dot)
-            out[t, m] = 1 / (1 + math.exp(-slope))
+            shut = math.exp(-abs(slope))  # of the sign that cannot overflow
+            out[t, m] = (1 if slope > 0 else shut) / (1 + shut)
     return out
 
 

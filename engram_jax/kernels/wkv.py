@@ -1,6 +1,7 @@
 """The projection of a token's rows to keys and value."""
 
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +18,8 @@ def _flat_rows(rows) -> Array:
     """Rows as bfloat16 [T, C*D], whichever form they came in."""
     if rows.dtype == jnp.uint8:
         rows = mxfp8.dequantize(*mxfp8.unpack(rows))
-    return rows.reshape(rows.shape[0], -1)
+    # Not -1, which a batch of no rows leaves open.
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def _tile_scale(scale, rows: int):
