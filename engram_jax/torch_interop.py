@@ -5,9 +5,9 @@ must not be written to, since JAX takes its arrays to be constant. Importing thi
 module imports no PyTorch; its functions do (the ``torch`` extra).
 """
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,20 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from .config import QUANT_BLOCK, EngramConfig
+from .checkpoint_files import expected_tensors, match_tensors, tensor_name
+from .config import EngramConfig
 from .embedding import ParallelEngramEmbedding
 from .hash_state import NgramHashState
 from .kernels import Backend
 from .layer import Engram
 from .layout import EngramLayout
+from .safetensors_file import TensorInfo
 from .stack import EngramStack
 from .vocabulary import build_compressed_token_map
 
 if TYPE_CHECKING:
     import torch
 
-_ENGRAM_NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<name>layers\.\d+\.engram\..+)")
 _INT32 = np.iinfo(np.int32)
 
 
@@ -152,8 +153,8 @@ def load_state_dict(
     """Make an `EngramStack` of a PyTorch state dict with the published names.
 
     Names may carry a prefix that ends before ``layers.``, the same for all. Tensors of
-    other parts of the model are left alone; every tensor whose name has ``engram.`` in
-    it is accounted for, exactly once. Tables on the CPU are not copied where they are
+    other parts of the model are left alone; every one named ``layers.<i>.engram.*`` is
+    accounted for, exactly once. Tables on the CPU are not copied where they are
     aligned to 64 bytes and JAX runs on the CPU.
 
     Args:
@@ -168,41 +169,42 @@ def load_state_dict(
 
     Raises:
         ValueError: a tensor is missing, is of no layer of the config, has the wrong
-            shape, or prefixes differ; or the token map does not fit the config.
-        TypeError: a tensor has the wrong dtype.
+            dtype or shape, or prefixes differ; or the token map does not fit the
+            config.
 
     Example::
 
         stack = load_state_dict(model.state_dict(), config, "tokenizer.json")
     """
-    prefix = _find_prefix(state_dict)
-    wanted = {f"{prefix}{spec.name}": spec for spec in _tensor_specs(config)}
-    _check_names(state_dict, wanted)
+    infos = {name: _as_info(name, tensor) for name, tensor in state_dict.items()}
+    prefix, problems = match_tensors(config, infos)
+    if problems:
+        raise ValueError(
+            "The state dict does not fit the config: " + " ".join(problems)
+        )
     device = jnp.zeros(()).sharding
-    arrays: dict[str, Array] = {}
-    for name, spec in wanted.items():
-        tensor = state_dict[name]
-        spec.check(name, tensor)
+
+    def array(layer_id: int, part: str) -> Array:
         # Parameters come with a gradient; a stack starts from their values.
-        arrays[spec.name] = to_jax(tensor.detach(), device=device)
+        tensor = state_dict[tensor_name(prefix, layer_id, part)].detach()
+        return to_jax(tensor, device=device)
+
     token_map, size = _token_map(tokenizer)
     hash_state = NgramHashState(
         EngramLayout.from_config(config, size), token_map, backend=backend
     )
     layers = {}
     for layer_id in config.layer_ids:
-        stem = f"layers.{layer_id}.engram"
-        embedding = ParallelEngramEmbedding(
-            arrays[f"{stem}.embed.weight"],
-            arrays[f"{stem}.embed.scale"],
-            backend=backend,
-        )
         layers[layer_id] = Engram(
-            embedding,
-            arrays[f"{stem}.wkv.weight"],
-            arrays[f"{stem}.wkv.scale"],
-            arrays[f"{stem}.q_weight"],
-            arrays[f"{stem}.k_weight"],
+            ParallelEngramEmbedding(
+                array(layer_id, "embed.weight"),
+                array(layer_id, "embed.scale"),
+                backend=backend,
+            ),
+            array(layer_id, "wkv.weight"),
+            array(layer_id, "wkv.scale"),
+            array(layer_id, "q_weight"),
+            array(layer_id, "k_weight"),
             eps=config.rms_norm_eps,
             backend=backend,
         )
@@ -232,115 +234,52 @@ def state_dict(stack: EngramStack, *, prefix: str = "") -> "dict[str, torch.Tens
     if prefix and not prefix.endswith("."):
         raise ValueError(f'prefix is {prefix!r}; it must end with ".", or be empty')
     result = {}
-    for spec in _tensor_specs(stack.config):
-        variable: Any = stack.layers[spec.layer_id]
-        for attribute in spec.attribute.split("."):
-            variable = getattr(variable, attribute)
-        if variable is None:
-            raise ValueError(
-                f"{spec.name} is not on the device in its FP8 form: the table is in "
-                "host memory or in a file (load it with placement='device'), or the "
-                "tensor was made a float one for training (quantize it first)"
-            )
-        tensor = to_torch(variable[...])
-        if spec.dtype == "float8_e8m0fnu":
-            tensor = tensor.view(torch.float8_e8m0fnu)
-        if tensor.dtype != getattr(torch, spec.dtype):
-            raise ValueError(
-                f"{spec.name} is {tensor.dtype} in the stack; its published dtype is "
-                f"{spec.dtype}: quantize or cast it first"
-            )
-        result[prefix + spec.name] = tensor
+    for layer_id, parts in expected_tensors(stack.config).items():
+        for part, (wanted, _) in parts.items():
+            name = tensor_name(prefix, layer_id, part)
+            variable = _PARTS[part](stack.layers[layer_id])
+            if variable is None:
+                raise ValueError(
+                    f"{name} is not on the device in its FP8 form: the table is in "
+                    "host memory or in a file (load it with placement='device'), or "
+                    "the tensor was made a float one for training (quantize it first)."
+                )
+            tensor = to_torch(variable[...])
+            if wanted == "F8_E8M0":
+                tensor = tensor.view(torch.float8_e8m0fnu)
+            if (found := _as_info(name, tensor).dtype) != wanted:
+                raise ValueError(
+                    f"{name} is {found} in the stack; its published dtype is {wanted}: "
+                    "quantize or cast it first."
+                )
+            result[name] = tensor
     return result
 
 
-class _TensorSpec(NamedTuple):
-    """One published tensor: its name, where the stack keeps it, dtype and shape."""
-
-    layer_id: int
-    name: str
-    attribute: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def check(self, name: str, tensor: "torch.Tensor") -> None:
-        """Refuse a tensor of another dtype or shape, by name."""
-        found = str(tensor.dtype).removeprefix("torch.")
-        if found != self.dtype:
-            raise TypeError(f"{name} has dtype {found}; it must be {self.dtype}.")
-        if tuple(tensor.shape) != self.shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; the config wants "
-                f"{list(self.shape)}."
-            )
+_PARTS = {
+    "embed.weight": lambda layer: layer.embedding.weight,
+    "embed.scale": lambda layer: layer.embedding.scale,
+    "wkv.weight": lambda layer: layer.wkv_weight,
+    "wkv.scale": lambda layer: layer.wkv_scale,
+    "q_weight": lambda layer: layer.q_weight,
+    "k_weight": lambda layer: layer.k_weight,
+}
+"""Where a layer keeps each published tensor."""
 
 
-def _tensor_specs(config: EngramConfig) -> Iterator[_TensorSpec]:
-    streams, width = config.hc_mult, config.hidden_size
-    out, into = (streams + 1) * width, config.n_hash_cols * config.head_dim
-    for layer_id, rows in zip(config.layer_ids, config.num_embeddings, strict=True):
-        for name, attribute, dtype, shape in (
-            ("embed.weight", "embedding.weight", "e4m3fn", (rows, config.head_dim)),
-            (
-                "embed.scale",
-                "embedding.scale",
-                "e8m0fnu",
-                (rows, config.head_dim // QUANT_BLOCK),
-            ),
-            ("wkv.weight", "wkv_weight", "e4m3fn", (out, into)),
-            (
-                "wkv.scale",
-                "wkv_scale",
-                "e8m0fnu",
-                (-(-out // QUANT_BLOCK), into // QUANT_BLOCK),
-            ),
-            ("q_weight", "q_weight", None, (streams, width)),
-            ("k_weight", "k_weight", None, (streams, width)),
-        ):
-            yield _TensorSpec(
-                layer_id,
-                f"layers.{layer_id}.engram.{name}",
-                attribute,
-                f"float8_{dtype}" if dtype else "bfloat16",
-                shape,
-            )
+def _as_info(name: str, tensor: "torch.Tensor") -> TensorInfo:
+    """Describe a tensor as a checkpoint's header would."""
+    import torch
 
-
-def _find_prefix(state_dict: Mapping[str, Any]) -> str:
-    prefixes: dict[str, str] = {}
-    for name in state_dict:
-        if match := _ENGRAM_NAME.fullmatch(name):
-            prefixes.setdefault(match["prefix"], name)
-    if not prefixes:
-        raise ValueError(
-            "The state dict has no Engram tensor: none is named "
-            f"[prefix]layers.<i>.engram.*. Its {len(state_dict)} names begin with "
-            f"{list(state_dict)[:3]}."
-        )
-    if len(prefixes) > 1:
-        raise ValueError(
-            "Engram tensors have different prefixes, for example "
-            f"{' and '.join(prefixes.values())}; all must have the same one."
-        )
-    return next(iter(prefixes))
-
-
-def _check_names(state_dict: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    missing = [name for name in wanted if name not in state_dict]
-    if missing:
-        raise ValueError(f"The state dict lacks {', '.join(missing)}.")
-    unexpected = [
-        name for name in state_dict if _is_engram(name) and name not in wanted
-    ]
-    if unexpected:
-        raise ValueError(
-            f"The state dict has Engram tensors that the config does not: "
-            f"{', '.join(unexpected)}. Use the config of the same model."
-        )
-
-
-def _is_engram(name: str) -> bool:
-    return "engram" in name.split(".")
+    dtypes = {
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e8m0fnu: "F8_E8M0",
+        torch.bfloat16: "BF16",
+    }
+    dtype = dtypes.get(tensor.dtype, str(tensor.dtype))
+    return TensorInfo(
+        name, Path("state_dict"), dtype, tuple(tensor.shape), 0, tensor.nbytes
+    )
 
 
 def _token_map(tokenizer: Any) -> tuple[np.ndarray, int]:

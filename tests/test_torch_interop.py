@@ -267,48 +267,48 @@ def test_parameters_are_taken_by_value(published, config, token_map):
 def test_a_missing_tensor_is_refused_by_name(part, published, config, token_map):
     name = f"layers.3.engram.{part}"
     given = {key: tensor for key, tensor in published.items() if key != name}
-    with pytest.raises(ValueError, match=f"lacks {name}"):
+    with pytest.raises(ValueError, match=f"{name} is missing"):
         load(given, config, token_map)
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.1.engram.conv.weight", "layers.2.engram.q_weight", "engram.bias"]
+    "name", ["layers.1.engram.conv.weight", "layers.2.engram.q_weight"]
 )
 def test_an_unexpected_engram_tensor_is_refused(name, published, config, token_map):
-    with pytest.raises(ValueError, match=f"config does not: {name}"):
+    with pytest.raises(ValueError, match=f"{name} is none of the Engram tensors"):
         load(published | {name: torch.zeros(2)}, config, token_map)
 
 
 def test_different_prefixes_are_refused(published, config, token_map):
     tensor = published["layers.1.engram.q_weight"]
-    with pytest.raises(ValueError, match=r"different prefixes.*model\.layers\.1"):
+    with pytest.raises(ValueError, match=r"several prefixes \('', 'model\.'\)"):
         load(published | {"model.layers.1.engram.q_weight": tensor}, config, token_map)
 
 
 def test_a_state_dict_without_engram_is_refused(config, token_map):
-    with pytest.raises(ValueError, match=r"no Engram tensor.*lm_head"):
+    with pytest.raises(ValueError, match=r"No tensor is named like layers\.1\.engram"):
         load({"lm_head.weight": torch.zeros(2)}, config, token_map)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
+    ("name", "change", "message"),
     [
-        ("embed.weight", torch.Tensor.float, TypeError, "float32.*float8_e4m3fn"),
-        ("embed.weight", lambda x: x.view(torch.uint8), TypeError, "uint8"),
-        ("embed.scale", torch.Tensor.float, TypeError, "float32.*float8_e8m0fnu"),
-        ("q_weight", torch.Tensor.float, TypeError, "float32.*bfloat16"),
-        ("embed.weight", lambda x: x[1:], ValueError, r"\[2913, 64\].*\[2914, 64\]"),
-        ("embed.scale", lambda x: x[:, :1], ValueError, r"\[2914, 1\].*\[2914, 2\]"),
-        ("wkv.weight", lambda x: x.T, ValueError, r"\[768, 384\].*\[384, 768\]"),
-        ("k_weight", lambda x: x[0], ValueError, r"\[128\].*\[2, 128\]"),
+        ("embed.weight", torch.Tensor.float, "dtype torch.float32; wanted: F8_E4M3"),
+        ("embed.weight", lambda x: x.view(torch.uint8), "dtype torch.uint8"),
+        ("embed.scale", torch.Tensor.float, "dtype torch.float32; wanted: F8_E8M0"),
+        ("q_weight", torch.Tensor.float, "dtype torch.float32; wanted: BF16"),
+        ("embed.weight", lambda x: x[1:], r"\[2913, 64\]; wanted: \[2914, 64\]"),
+        ("embed.scale", lambda x: x[:, :1], r"\[2914, 1\]; wanted: \[2914, 2\]"),
+        ("wkv.weight", lambda x: x.T, r"\[768, 384\]; wanted: \[384, 768\]"),
+        ("k_weight", lambda x: x[0], r"\[128\]; wanted: \[2, 128\]"),
     ],
 )
 def test_a_wrong_tensor_is_refused_by_name(
-    name, change, error, message, published, config, token_map
+    name, change, message, published, config, token_map
 ):
     name = f"layers.1.engram.{name}"
     given = published | {name: change(published[name])}
-    with pytest.raises(error, match=f"{name} has .*{message}"):
+    with pytest.raises(ValueError, match=f"{name} has .*{message}"):
         load(given, config, token_map)
 
 
