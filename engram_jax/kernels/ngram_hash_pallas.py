@@ -204,14 +204,11 @@ def _find_request(
     return request, token - start, owned
 
 
-def _compressed(refs: Refs, batch: Batch, id_: Word, exists: Predicate) -> Word:
-    """Compress a raw id; one outside the vocabulary, or not there, is dead."""
-    inside = exists & id_.compare("ult", batch.vocab)
-    return inside.select(_read(refs, "token_map", id_, inside), _DEAD)
-
-
-def _is_set(refs: Refs, name: str, index: Word, exists: Predicate) -> Predicate:
-    return _read(refs, name, index, exists, width=8).compare("ne", 0)
+def _read_byte(refs: Refs, name: str, index: Word, only_if: Predicate) -> Word:
+    """Read a mask's byte; an absent mask is all zeros."""
+    if name not in refs:
+        return Word.of(0)
+    return _read(refs, name, index, only_if, width=8)
 
 
 def _cached(
@@ -226,30 +223,6 @@ def _cached(
     slot = block * batch.block_size + position % batch.block_size
     wanted &= slot.compare("ult", batch.slots)
     return wanted.select(_read(refs, "slot_cache", slot, wanted), _UNKNOWN)
-
-
-def _history(
-    refs: Refs,
-    batch: Batch,
-    request: Word,
-    column: Word,
-    position: Word,
-    wanted: Predicate,
-) -> Word:
-    """Read a place before the chunk: `column` 0 is the nearest."""
-    history = Word.of(_UNKNOWN)
-    if "slot_cache" in refs:
-        history = _cached(refs, batch, request, position, wanted)
-    if "lookback" in refs:
-        index = request * (batch.depth - 1) + column
-        id_ = _read(refs, "lookback", index, wanted)
-        unknown = id_.compare("eq", -1)
-        exists = wanted
-        if "lookback_dead" in refs:
-            dead = _is_set(refs, "lookback_dead", index, wanted)
-            unknown, exists = unknown & ~dead, wanted & ~dead
-        history = unknown.select(history, _compressed(refs, batch, id_, exists))
-    return history
 
 
 def read_back(
@@ -268,26 +241,38 @@ def read_back(
       the window ends: at a dead token, or before the request's first. And whether the
       token belongs to a request; where not, the ids mean nothing.
     """
-    # The batch is read before the request is known: a shorter chain of waiting reads.
-    position = _read(refs, "positions", token)
-    inside = []
+    # Read level by level, each level for all places before any of the next: a thread
+    # waits once for each of batch and request, lookback window, token map.
+    position, zero = _read(refs, "positions", token), Word.of(0)
+    ids, marks = [], []
     for back in places:
         before = token - back
         there = before.compare("sge", 0)
-        id_ = _read(refs, "ids", before, there)
-        if "dead" in refs:
-            there &= ~_is_set(refs, "dead", before, there)
-        inside.append(_compressed(refs, batch, id_, there))
+        ids.append(_read(refs, "ids", before, there))
+        marks.append(_read_byte(refs, "dead", before, there))
     request, place, owned = _find_request(refs, batch, token)
+    earlier = [owned & back.compare("sgt", place) for back in places]
+    for i, back in enumerate(places):
+        id_, mark = Word.of(-1), zero
+        if "lookback" in refs:
+            index = request * (batch.depth - 1) + (back - place - 1)  # 0: the nearest
+            id_ = _read(refs, "lookback", index, earlier[i])
+            mark = _read_byte(refs, "lookback_dead", index, earlier[i])
+        ids[i] = earlier[i].select(id_, ids[i])
+        marks[i] = earlier[i].select(mark, marks[i])
     values = []
-    for back, in_batch in zip(places, inside, strict=True):
-        earlier = owned & back.compare("sgt", place)
-        at, column = position - back, back - place - 1
-        history = _history(refs, batch, request, column, at, earlier)
-        value = earlier.select(history, in_batch)
-        known = value.compare("sge", _DEAD).select(value, batch.pad_id)
+    for back, id_, mark, past in zip(places, ids, marks, earlier, strict=True):
+        alive = mark.compare("eq", 0)
+        is_token = alive & id_.compare("ult", batch.vocab)
+        unknown = past & alive & id_.compare("eq", -1)
+        value = is_token.select(_read(refs, "token_map", id_, is_token), _DEAD)
+        at = position - back
+        if "slot_cache" in refs:
+            value = unknown.select(_cached(refs, batch, request, at, unknown), value)
+            unknown = value.compare("slt", _DEAD)
+        value = unknown.select(Word.of(batch.pad_id), value)
         outside = at.compare("slt", 0) & back.compare("ne", 0)
-        values.append(outside.select(Word.of(_DEAD), known))
+        values.append(outside.select(Word.of(_DEAD), value))
     return values, owned
 
 
