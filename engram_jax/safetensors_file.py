@@ -6,6 +6,7 @@ and F8_E8M0; this one maps the file and views it through ``ml_dtypes``.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import mmap
@@ -44,7 +45,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 _ALIGNMENT = 64  # JAX shares memory with NumPy only from addresses like these
-_WRITE_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,8 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
     """Read consecutive rows of a tensor into memory of their own.
 
     The memory is aligned so that JAX's CPU backend can use it without a copy, and
-    the file is read, not mapped: nothing but the result becomes resident.
+    the file is read, not mapped: nothing but the result becomes resident, and of a
+    sparse file only what it holds.
 
     Args:
       info: The tensor, of one dimension or more.
@@ -270,21 +272,44 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
     total = shape[0] * row_bytes
     if total == 0:
         return np.zeros(shape, dtype)
-    buffer = mmap.mmap(-1, total)  # anonymous, so it begins on a page's boundary
+    buffer = mmap.mmap(-1, total)  # anonymous: zeros, from a page's boundary on
     flat = np.frombuffer(buffer, np.uint8)
-    done = 0
-    with info.path.open("rb", buffering=0) as file:
-        file.seek(info.start + start * row_bytes)
-        while done < total:
-            # Pieces keep the wait for Ctrl-C short.
-            count = file.readinto(memoryview(flat)[done : done + _WRITE_CHUNK_BYTES])
-            if not count:
-                raise ValueError(
-                    f"{info.path} ends inside {info.name}: the file was cut off since "
-                    "it was opened."
-                )
-            done += count
+    first = info.start + start * row_bytes
+    with info.path.open("rb") as file:
+        descriptor = file.fileno()
+        too_short = ValueError(
+            f"{info.path} ends inside {info.name}: the file was cut off since it was "
+            "opened."
+        )
+        if os.fstat(descriptor).st_size < first + total:
+            raise too_short
+        for begin, end in _data_ranges(descriptor, first, first + total):
+            done = begin
+            while done < end:
+                # Pieces keep the wait for Ctrl-C short.
+                stop_at = min(done + _CHUNK_BYTES, end)
+                piece = memoryview(flat)[done - first : stop_at - first]
+                count = os.preadv(descriptor, [piece], done)
+                if not count:
+                    raise too_short
+                done += count
     return flat.view(dtype).reshape(shape)
+
+
+def _data_ranges(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Give the parts of a file's range that are no holes: those are zeros already."""
+    position = start
+    while position < stop:
+        try:
+            begin = os.lseek(descriptor, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only holes follow
+                return
+            raise
+        if begin >= stop:
+            return
+        position = min(os.lseek(descriptor, begin, os.SEEK_HOLE), stop)
+        yield begin, position
 
 
 class SafetensorsWriter:
@@ -413,7 +438,7 @@ class SafetensorsWriter:
         flat = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         done = 0
         while done < len(flat):
-            piece = flat[done : done + _WRITE_CHUNK_BYTES]
+            piece = flat[done : done + _CHUNK_BYTES]
             done += os.pwrite(self._descriptor, piece, begin + done)
         self._written[name] += done
 
