@@ -277,13 +277,10 @@ def sparse_pieces(
 
 def sparse_row(part: str, row: int, width: int) -> np.ndarray:
     """Gives a row of a sparse table, a function of its number: finite, never zero."""
-    places = np.arange(width, dtype=np.uint64)
-    mixed = (
-        np.uint64(row) * np.uint64(2_654_435_761) + places * np.uint64(40_503)
-    ) >> (np.uint64(7))
+    rng = np.random.default_rng((row, width))
     if part == "embed.scale":
-        return (mixed % np.uint64(8) + np.uint64(_ONE - 4)).astype(np.uint8)
-    return (mixed % np.uint64(0x60) + np.uint64(0x10)).astype(np.uint8)
+        return rng.integers(_ONE - 4, _ONE + 4, width, np.uint8)
+    return rng.integers(0x10, 0x70, width, np.uint8)
 
 
 if __name__ == "__main__":
