@@ -282,10 +282,15 @@ def _for_host(info: TensorInfo) -> npt.NDArray[Any]:
 
 def _to_device(info: TensorInfo) -> jax.Array:
     """Load a tensor; E8M0 scales become bytes."""
-    rows = info.shape[0]
     if _default_device().platform == "cpu":
         # JAX uses the aligned memory as it is, so the tensor exists once.
-        return jax.device_put(_bytes_of_scales(read_rows(info, 0, rows)))
+        return jax.device_put(_bytes_of_scales(read_rows(info, 0, info.shape[0])))
+    return _in_pieces(info)
+
+
+def _in_pieces(info: TensorInfo) -> jax.Array:
+    """Fill a device array piece by piece, in place."""
+    rows = info.shape[0]
     step = max(1, _CHUNK_BYTES * rows // max(info.nbytes, 1))
     result = jnp.zeros(info.shape, _bytes_of_scales(read_rows(info, 0, 0)).dtype)
     for start in range(0, rows, step):

@@ -680,3 +680,29 @@ def test_peak_memory_of_loading(tmp_path, placement, share):
     table = 1_000_000 * 264
     slack = 12 << 20  # what JAX allocates around it
     assert int(result.stdout) < share * table + slack
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 10_000_000])
+def test_loading_piece_by_piece_gives_the_same_bytes(monkeypatch, chunk):
+    """A GPU's tables are filled in place, piece by piece, in donated memory."""
+    files = open_checkpoint(TINY)
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", chunk)
+    for part in ("q_weight", "wkv.scale") if chunk == 1 else PARTS:
+        info = files.layers[1][part]
+        loaded = np.asarray(checkpoint._in_pieces(info))
+        np.testing.assert_array_equal(
+            loaded.view(np.uint8), map_tensor(info).view(np.uint8)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tables_of_every_placement_serve_a_gpu(placement, v41_token_map):
+    stack = load_engram(TINY, tokenizer=v41_token_map, placement=placement)
+    batch, _, expected = golden_batch(stack)
+    for index, (layer_id, layer) in enumerate(stack.layers.items()):
+        rows = jax.jit(layer.embedding)(batch.hash_ids[:, index])
+        wanted = expected[f"rows_{layer_id}"].view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(
+            np.asarray(rows).astype(np.float32), wanted.astype(np.float32)
+        )

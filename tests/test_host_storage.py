@@ -314,3 +314,23 @@ def test_pinned_parts_that_do_not_fit_are_refused():
 
 def test_available_memory_is_a_plausible_figure():
     assert 1 << 20 < available_host_memory() < 1 << 50
+
+
+@pytest.mark.gpu
+def test_pinned_table_serves_a_gpu(table_bytes):
+    """On a GPU nothing but the rows asked for may move to the device."""
+    table = PinnedHostTable(*table_bytes)
+    ids = jnp.array([[0, 1, -1], [ROWS - 1, ROWS, 5]])
+    compiled = jax.jit(table.lookup_packed).lower(ids).compile()
+    np.testing.assert_array_equal(compiled(ids), expected_rows(table_bytes, ids))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < table.weight[...].nbytes
+
+
+@pytest.mark.gpu
+def test_mapped_table_serves_a_gpu(path, table_bytes):
+    ids = np.random.default_rng(0).integers(-1, ROWS + 1, (64, 24))
+    rows = jax.jit(open_table(path).lookup_packed)(jnp.asarray(ids))
+    assert rows.devices() == jnp.zeros(()).devices()
+    np.testing.assert_array_equal(rows, expected_rows(table_bytes, ids))
