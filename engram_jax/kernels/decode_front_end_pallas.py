@@ -2,9 +2,9 @@
 
 At a few tokens each kernel costs more to start than to run: hash, one lookup a layer
 and one reordering a layer are five kernels for two layers. Here every thread finds its
-row itself, reads 16 of its values and writes them where the FP8 projection expects them
-(`to_wkv_order`). Threads of a row repeat its hash, which costs nothing while the card
-is nearly empty; for many tokens the separate kernels are faster.
+row itself, reads 16 of its values and writes them where the FP8 projection expects
+them (`wkv_pallas.permute_columns`). Threads of a row repeat its hash, which costs
+nothing while the card is nearly empty; for many tokens the separate kernels are faster.
 
 Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`; their pieces serve
 here.
@@ -47,7 +47,7 @@ from .ngram_hash_pallas import (
 )
 
 _PIECE = 16  # values that a thread moves
-_ORDER = 64  # columns that `to_wkv_order` mixes
+_ORDER = 64  # columns within which `wkv_pallas.permute_columns` works
 _TOKENS_MULTIPLE = 8  # what the projection's matrix unit takes at a time
 
 
@@ -157,7 +157,7 @@ def decode_front_end_pallas(
 ) -> tuple[jax.Array, ...]:
     """Hash every token's n-grams and read their rows, for all layers.
 
-    Equals, for each layer l, ``to_wkv_order(lookup(weights[l], scales[l],
+    Equals, for each layer l, ``permute_columns(lookup(weights[l], scales[l],
     ngram_hash(..)[:, l]).reshape(T, C * D))``.
 
     Args:

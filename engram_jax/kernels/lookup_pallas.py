@@ -38,9 +38,10 @@ INTERPRET_REASON = "it reads memory per thread, which the interpreter cannot do"
 
 _BLOCK = 32  # values that share a scale
 _PIECE = 8  # values, or bytes of a packed row, that a thread moves at a time
-# Pieces in flight per thread. More hide more latency when there are many rows; few
-# rows are better spread over the whole card.
-_MANY_ROWS, _PIECES_MANY, _PIECES_FEW = 4096, 4, 1
+# Pieces that a thread reads before it uses the first. On an H200, rows of 256: one is
+# enough for a few rows, which are better spread over the whole card; 98,304 rows take
+# 26.7 us with one, 23.3 with two, 23.8 with four; packed 21.6, 17.1 and 15.7 us.
+_MANY_ROWS, _IN_FLIGHT, _IN_FLIGHT_PACKED = 4096, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def lookup_pallas(
     reason = unsupported_reason(weight, scale, ids, packed=packed, interpret=interpret)
     if reason is not None:
         raise NotImplementedError(f"lookup_pallas: {reason}")
-    sizes = _Sizes(*weight.shape, ids.shape[0])
+    sizes = _Sizes(weight.shape[0], weight.shape[1], ids.shape[0])
     out_type = jax.ShapeDtypeStruct(
         (sizes.rows, sizes.width + sizes.scales if packed else sizes.width),
         jnp.uint8 if packed else jnp.bfloat16,
@@ -181,37 +182,34 @@ def lookup_pallas(
     if pieces == 0:
         return jnp.zeros(out_type.shape, out_type.dtype)
     if in_flight is None:
-        in_flight = _PIECES_MANY if sizes.rows >= _MANY_ROWS else _PIECES_FEW
+        in_flight = _IN_FLIGHT_PACKED if packed else _IN_FLIGHT
+        in_flight = in_flight if sizes.rows >= _MANY_ROWS else 1
+
+    operands = {
+        "weight": weight,
+        "scale": scale,
+        "ids": ids,
+        "start": jnp.asarray(row_start, jnp.int32).reshape(1),
+        "end": jnp.asarray(row_end, jnp.int32).reshape(1),
+    }
 
     @plgpu.inline_mgpu(
-        arg_types=(*(plgpu.RefType(),) * 6, plgpu.Layout.WG_SPLAT),
+        arg_types=(*(plgpu.RefType(),) * (len(operands) + 1), plgpu.Layout.WG_SPLAT),
     )
-    def move(ctx, weight, scale, ids, start, end, out, cta):
+    def move(ctx, *arguments):
         del ctx
-        refs = {
-            "weight": weight,
-            "scale": scale,
-            "ids": ids,
-            "start": start,
-            "end": end,
-            "out": out,
-        }
+        *buffers, cta = arguments
+        refs = dict(zip([*operands, "out"], buffers, strict=True))
         first = Word(cta.registers.item()) * (WARPGROUP * in_flight) + thread_index()
         mine = [first + WARPGROUP * i for i in range(in_flight)]
         (_copy_packed if packed else _dequantize)(refs, mine, sizes)
 
-    def lookup_rows(weight, scale, ids, start, end, out):
-        move(weight, scale, ids, start, end, out, lax.axis_index("cta"))
+    def lookup_rows(*buffers):
+        move(*buffers, lax.axis_index("cta"))
 
     return plgpu.kernel(
         lookup_rows,
         out_type=out_type,
         grid=(-(-pieces // (WARPGROUP * in_flight)),),
         grid_names=("cta",),
-    )(
-        weight,
-        scale,
-        ids,
-        jnp.asarray(row_start, jnp.int32).reshape(1),
-        jnp.asarray(row_end, jnp.int32).reshape(1),
-    )
+    )(*operands.values())

@@ -232,17 +232,6 @@ def remainder(number: Any, factor: Any, divisor: Any) -> Any:
     return rest.minimum(rest - divisor)
 
 
-def to_wkv_order(rows: jax.Array) -> jax.Array:
-    """Reorder the last axis (K, a multiple of 64) as the FP8 projection reads it.
-
-    A thread of the projection takes 16 consecutive bytes of a weight row, which feed
-    four steps of the matrix unit. So inside every 64 columns, column
-    ``16 a + 4 b + 2 c + d`` (a, b < 4; c, d < 2) moves to ``16 b + 8 d + 2 a + c``.
-    """
-    blocks = rows.reshape(-1, 4, 4, 2, 2)
-    return blocks.transpose(0, 2, 4, 1, 3).reshape(rows.shape)
-
-
 # ---- memory --------------------------------------------------------------------------
 
 

@@ -41,11 +41,11 @@ def hopper_mesh(devices: int = 1) -> jax.sharding.Mesh:
     )
 
 
-def abstract_hopper():
-    """Makes JAX trace as on an H200 inside a ``with``."""
+def abstract_hopper(devices: int = 1):
+    """Makes JAX trace as on H200s inside a ``with``."""
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     return use_abstract_mesh(
-        AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device)
+        AbstractMesh((devices,), ("device",), (AxisType.Auto,), abstract_device=device)
     )
 
 
@@ -55,7 +55,21 @@ def operand(shape, dtype, *, memory_kind: str | None = None) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def compile_for_hopper(function, *operands, **named) -> jax.stages.Compiled:
+def compile_for_hopper(
+    function, *operands, devices: int = 1, **named
+) -> jax.stages.Compiled:
     """Compiles ``jit(function)`` for sm_90a; raises what the GPU's compiler raises."""
-    with abstract_hopper():
+    with abstract_hopper(devices):
         return jax.jit(function).lower(*operands, **named).compile()
+
+
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The optimised program as XLA prints it."""
+    return compiled.as_text() or ""
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory that the program takes beside its operands and results."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes

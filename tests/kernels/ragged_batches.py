@@ -85,8 +85,8 @@ def random_batch(
         batch["lookback_token_ids"] = window
         if masks:
             batch["lookback_dead_mask"] = rng.random(window.shape) < 0.15
+    blocks, block_size = 5, 3
     if cache:
-        blocks, block_size = 5, 3
         slots = rng.integers(0, COMPRESSED, blocks * block_size * requests + 1)
         odd = rng.random(slots.shape) < 0.3
         slots[odd] = rng.choice([-1, -2], odd.sum())

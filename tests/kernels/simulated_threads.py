@@ -12,6 +12,8 @@ arithmetic and wrong addresses; races it cannot find.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -24,7 +26,7 @@ class Predicate(mosaic_pallas.Predicate):
     """One truth value per thread."""
 
     def __init__(self, value):
-        self.value = np.asarray(value, bool)
+        self.value: Any = np.asarray(value, bool)
 
     def __and__(self, other):
         return Predicate(self.value & other.value)
@@ -36,22 +38,24 @@ class Predicate(mosaic_pallas.Predicate):
         return Predicate(~self.value)
 
     def select(self, yes, no):
-        kind = yes if isinstance(yes, Word) else no
+        kind: Any = yes if isinstance(yes, Word) else no
         return kind._new(np.where(self.value, kind._other(yes), kind._other(no)))
 
 
 class Word(mosaic_pallas.Word):
     """One unsigned number per thread, 32 or 64 bits wide, that wraps around."""
 
-    bits = 32
-
-    def __init__(self, value, bits: int = 32):
-        self.bits = bits
-        self.value = np.asarray(value).astype(self.dtype)
+    def __init__(self, value: Any, bits: int = 32):
+        self.width = bits
+        self.value: Any = np.asarray(value).astype(self.dtype)
 
     @classmethod
     def of(cls, number: int, bits: int = 32):
         return cls(np.array(number % (1 << bits), np.uint64), bits)
+
+    @property
+    def bits(self) -> int:
+        return self.width
 
     @property
     def dtype(self):
@@ -66,7 +70,7 @@ class Word(mosaic_pallas.Word):
     def _new(self, value):
         return Word(value, self.bits)
 
-    def _other(self, other):
+    def _other(self, other: Any) -> Any:
         if isinstance(other, Word):
             assert other.bits == self.bits, "registers of different width"
             return other.value
