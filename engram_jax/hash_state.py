@@ -1,73 +1,26 @@
 """From the raw token ids of a batch, a chunk or a stream to table rows."""
 
-from collections.abc import Sequence
 from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Int32
 
 from . import kernels
+from .arguments import (
+    Bools,
+    Ints,
+    as_array,
+    as_mask,
+    check_shape,
+    check_values,
+)
 from .constant import Constant
 from .kernels.ids import narrow_ids
 from .kernels.ngram_hash import UNKNOWN_SLOT, compressed_or_dead
 from .layout import EngramLayout
-
-# What callers pass: a device array, a NumPy array or a (nested) list. The docstrings
-# give the shapes, and the functions check them.
-Ints = Int[Array, "..."] | Int[np.ndarray, "..."] | Sequence[Any]
-Bools = Bool[Array, "..."] | Bool[np.ndarray, "..."] | Sequence[Any]
-
-
-def _known(*arrays: Any) -> bool:
-    """Whether the values are there to be looked at: not inside jit."""
-    return not any(isinstance(array, Tracer) for array in arrays)
-
-
-def _check_shape(name: str, array: Array, wanted: tuple[int | None, ...]) -> None:
-    fits = array.ndim == len(wanted) and all(
-        want is None or have == want
-        for have, want in zip(array.shape, wanted, strict=True)
-    )
-    if not fits:
-        shown = ", ".join("any" if want is None else str(want) for want in wanted)
-        raise ValueError(f"{name} has shape {array.shape}; it must be [{shown}]")
-
-
-def _mask(name: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
-    if mask is None:
-        return None
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"{name} has dtype {mask.dtype}; it must be bool")
-    _check_shape(name, mask, shape)
-    return mask
-
-
-def _check_vocabulary(name: str, ids: Any, live: Any, vocab_size: int) -> None:
-    """Refuse known ids outside the vocabulary; -1 says that there is no token."""
-    ids = np.asarray(ids)
-    wrong = ((ids < -1) | (ids >= vocab_size)) & np.asarray(live)
-    if wrong.any():
-        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"{name}{list(place)} is {ids[place]}; token ids must be within "
-            f"0..{vocab_size - 1} (-1: no token). The ids come from another "
-            "tokenizer, or from tokens not sampled yet: mark those in dead_mask"
-        )
-
-
-def _check_ragged(query_start_loc: Any, num_tokens: int) -> None:
-    starts = np.asarray(query_start_loc)
-    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > num_tokens:
-        raise ValueError(
-            f"query_start_loc is {starts.tolist()}; it must start at 0, not decrease, "
-            f"and end at or before the {num_tokens} tokens of input_ids"
-        )
 
 
 class NgramHashState(nnx.Module):
@@ -103,26 +56,26 @@ class NgramHashState(nnx.Module):
                 another size than the layout's compressed vocabulary, or does not
                 cover the pad token.
         """
-        known = np.asarray(token_map)
-        if known.ndim != 1 or known.size == 0 or known.min() < 0:
+        ids = np.asarray(token_map)
+        if ids.ndim != 1 or ids.size == 0 or ids.min() < 0:
             raise ValueError(
-                f"token_map has shape {known.shape}; it must be [V] with ids from 0 up"
+                f"token_map has shape {ids.shape}; it must be [V] with ids from 0 up"
             )
-        size = int(known.max()) + 1
+        size = int(ids.max()) + 1
         if size != layout.compressed_vocab_size:
             raise ValueError(
                 f"token_map has {size} compressed ids, the layout "
                 f"{layout.compressed_vocab_size}: it comes from another tokenizer. "
                 "Multipliers derive from this size, so every row would be another"
             )
-        if not 0 <= layout.pad_token_id < known.size:
+        if not 0 <= layout.pad_token_id < ids.size:
             raise ValueError(
                 f"pad_token_id is {layout.pad_token_id}; token_map covers "
-                f"0..{known.size - 1}"
+                f"0..{ids.size - 1}"
             )
         self.layout = layout
-        self.token_map = Constant(jnp.asarray(known, jnp.int32))
-        self.pad_id = int(known[layout.pad_token_id])
+        self.token_map = Constant(jnp.asarray(ids, jnp.int32))
+        self.pad_id = int(ids[layout.pad_token_id])
         self.backend: kernels.Backend | None = backend
 
     @property
@@ -219,27 +172,78 @@ class NgramHashState(nnx.Module):
             >>> state([7, 9, 11], [0, 1, 2], [0, 3])[:, 0].tolist()
             [[1, 124], [56, 136], [12, 162]]
         """
-        given_ids, given_lookback = _array(input_ids), _array(lookback_token_ids)
+        operands = self.operands(
+            input_ids,
+            positions,
+            query_start_loc,
+            dead_mask=dead_mask,
+            lookback_token_ids=lookback_token_ids,
+            lookback_dead_mask=lookback_dead_mask,
+            slot_cache=slot_cache,
+            slot_mapping=slot_mapping,
+            block_table=block_table,
+            block_size=block_size,
+        )
+        hashes = kernels.ngram_hash(**operands, backend=self.backend)
+        return hashes if slot_cache is None else (hashes, operands["slot_cache"])
+
+    def operands(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
+        lookback_token_ids: Ints | None = None,
+        lookback_dead_mask: Bools | None = None,
+        slot_cache: Int32[Array, " slots"] | None = None,
+        slot_mapping: Ints | None = None,
+        block_table: Ints | None = None,
+        block_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Check a batch and make what `kernels.ngram_hash` and `ngram_rows` take.
+
+        Args:
+            input_ids: these and all others are those of `__call__`.
+            positions: each token's place in its request.
+            query_start_loc: where each request's tokens start.
+            dead_mask: tokens that take part in no n-gram.
+            lookback_token_ids: raw ids just before each chunk.
+            lookback_dead_mask: which of these are dead.
+            slot_cache: compressed ids by slot.
+            slot_mapping: the slot that each token writes.
+            block_table: the block of each request's positions.
+            block_size: positions in a block.
+
+        Returns:
+            The kernels' arguments by name; `slot_cache` has this batch's writes.
+
+        Raises:
+            ValueError: shapes do not fit each other, or known values are out of range.
+            TypeError: a dtype is wrong.
+        """
+        given_ids, given_lookback = as_array(input_ids), as_array(lookback_token_ids)
         input_ids = narrow_ids(given_ids, "input_ids")
-        _check_shape("input_ids", input_ids, (None,))
+        check_shape("input_ids", input_ids, (None,))
         (num_tokens,) = input_ids.shape
-        positions = narrow_ids(_array(positions), "positions")
-        _check_shape("positions", positions, (num_tokens,))
-        query_start_loc = narrow_ids(_array(query_start_loc), "query_start_loc")
-        _check_shape("query_start_loc", query_start_loc, (None,))
+        positions = narrow_ids(as_array(positions), "positions")
+        check_shape("positions", positions, (num_tokens,))
+        query_start_loc = narrow_ids(as_array(query_start_loc), "query_start_loc")
+        check_shape("query_start_loc", query_start_loc, (None,))
         if query_start_loc.shape[0] == 0:
             raise ValueError("query_start_loc is empty; it must hold R + 1 offsets")
         requests = query_start_loc.shape[0] - 1
-        dead_mask = _mask("dead_mask", dead_mask, (num_tokens,))
+        dead_mask = as_mask("dead_mask", dead_mask, (num_tokens,))
         window = (requests, self.lookback)
         if lookback_token_ids is not None:
             lookback_token_ids = narrow_ids(given_lookback, "lookback_token_ids")
-            _check_shape("lookback_token_ids", lookback_token_ids, window)
+            check_shape("lookback_token_ids", lookback_token_ids, window)
         elif lookback_dead_mask is not None:
             raise ValueError("lookback_dead_mask needs lookback_token_ids")
-        lookback_dead_mask = _mask("lookback_dead_mask", lookback_dead_mask, window)
+        lookback_dead_mask = as_mask("lookback_dead_mask", lookback_dead_mask, window)
         # As given, since narrowing turns ids beyond int32 into -1, "no token".
-        self._check_values(
+        check_values(
+            self.vocab_size,
             given_ids,
             positions,
             query_start_loc,
@@ -254,11 +258,11 @@ class NgramHashState(nnx.Module):
                 )
             if block_size < 1:
                 raise ValueError(f"block_size is {block_size}; it must be at least 1")
-            _check_shape("slot_cache", slot_cache, (None,))
-            table = narrow_ids(_array(block_table), "block_table")
-            _check_shape("block_table", table, (requests, None))
-            slot_mapping = narrow_ids(_array(slot_mapping), "slot_mapping")
-            _check_shape("slot_mapping", slot_mapping, (num_tokens,))
+            check_shape("slot_cache", slot_cache, (None,))
+            table = narrow_ids(as_array(block_table), "block_table")
+            check_shape("block_table", table, (requests, None))
+            slot_mapping = narrow_ids(as_array(slot_mapping), "slot_mapping")
+            check_shape("slot_mapping", slot_mapping, (num_tokens,))
             slot_cache = self._write_slots(
                 slot_cache, slot_mapping, input_ids, query_start_loc, dead_mask
             )
@@ -269,22 +273,20 @@ class NgramHashState(nnx.Module):
             )
         else:
             table = block_size = None
-        hashes = kernels.ngram_hash(
-            input_ids,
-            positions,
-            query_start_loc,
-            self.token_map[...],
-            layout=self.layout,
-            pad_id=self.pad_id,
-            dead_mask=dead_mask,
-            lookback_token_ids=lookback_token_ids,
-            lookback_dead_mask=lookback_dead_mask,
-            slot_cache=slot_cache,
-            block_table=table,
-            block_size=block_size,
-            backend=self.backend,
-        )
-        return hashes if slot_cache is None else (hashes, slot_cache)
+        return {
+            "input_ids": input_ids,
+            "positions": positions,
+            "query_start_loc": query_start_loc,
+            "token_map": self.token_map[...],
+            "layout": self.layout,
+            "pad_id": self.pad_id,
+            "dead_mask": dead_mask,
+            "lookback_token_ids": lookback_token_ids,
+            "lookback_dead_mask": lookback_dead_mask,
+            "slot_cache": slot_cache,
+            "block_table": table,
+            "block_size": block_size,
+        }
 
     def hash_sequence(
         self,
@@ -319,7 +321,7 @@ class NgramHashState(nnx.Module):
             >>> rows[0, :, 0].tolist()
             [[1, 124], [56, 136], [1, 124], [56, 136]]
         """
-        given_ids = _array(input_ids)
+        given_ids = as_array(input_ids)
         input_ids = narrow_ids(given_ids, "input_ids")
         if input_ids.ndim not in (1, 2):
             raise ValueError(
@@ -330,14 +332,14 @@ class NgramHashState(nnx.Module):
         place = jnp.arange(length, dtype=jnp.int32)
         positions = jnp.broadcast_to(place, shape)
         if segment_ids is not None:
-            segment_ids = narrow_ids(_array(segment_ids), "segment_ids")
-            _check_shape("segment_ids", segment_ids, shape)
+            segment_ids = narrow_ids(as_array(segment_ids), "segment_ids")
+            check_shape("segment_ids", segment_ids, shape)
             starts = jnp.zeros(shape, jnp.int32)
             if length > 1:
                 changes = segment_ids[..., 1:] != segment_ids[..., :-1]
                 starts = starts.at[..., 1:].set(jnp.where(changes, place[1:], 0))
             positions -= lax.cummax(starts, axis=len(shape) - 1)
-        dead_mask = _mask("dead_mask", dead_mask, shape)
+        dead_mask = as_mask("dead_mask", dead_mask, shape)
         hashes = self(
             given_ids.reshape(-1),
             positions.reshape(-1),
@@ -363,9 +365,9 @@ class NgramHashState(nnx.Module):
         Returns:
             bool [T], False for dead tokens, ids outside the vocabulary and padding.
         """
-        input_ids = narrow_ids(_array(input_ids), "input_ids")
-        query_start_loc = narrow_ids(_array(query_start_loc), "query_start_loc")
-        dead_mask = _mask("dead_mask", dead_mask, input_ids.shape)
+        input_ids = narrow_ids(as_array(input_ids), "input_ids")
+        query_start_loc = narrow_ids(as_array(query_start_loc), "query_start_loc")
+        dead_mask = as_mask("dead_mask", dead_mask, input_ids.shape)
         token = jnp.arange(input_ids.shape[0])
         compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
         return (compressed >= 0) & (token < query_start_loc[-1])
@@ -450,21 +452,21 @@ class NgramHashState(nnx.Module):
             ...                        num_accepted=[2])[0].tolist()
             [[9, 7]]
         """
-        windows = narrow_ids(_array(lookback_token_ids), "lookback_token_ids")
-        input_ids = narrow_ids(_array(input_ids), "input_ids")
-        starts = narrow_ids(_array(query_start_loc), "query_start_loc")
+        windows = narrow_ids(as_array(lookback_token_ids), "lookback_token_ids")
+        input_ids = narrow_ids(as_array(input_ids), "input_ids")
+        starts = narrow_ids(as_array(query_start_loc), "query_start_loc")
         requests = starts.shape[0] - 1
         shape = (requests, self.lookback)
-        _check_shape("lookback_token_ids", windows, shape)
-        dead = _mask("lookback_dead_mask", lookback_dead_mask, shape)
+        check_shape("lookback_token_ids", windows, shape)
+        dead = as_mask("lookback_dead_mask", lookback_dead_mask, shape)
         dead = jnp.zeros(shape, jnp.bool_) if dead is None else dead
-        dead_mask = _mask("dead_mask", dead_mask, input_ids.shape)
+        dead_mask = as_mask("dead_mask", dead_mask, input_ids.shape)
         if input_ids.shape[0] == 0 or requests == 0:
             return windows, dead
         accepted = starts[1:] - starts[:-1]
         if num_accepted is not None:
-            wanted = narrow_ids(_array(num_accepted), "num_accepted")
-            _check_shape("num_accepted", wanted, (requests,))
+            wanted = narrow_ids(as_array(num_accepted), "num_accepted")
+            check_shape("num_accepted", wanted, (requests,))
             accepted = jnp.clip(wanted, 0, accepted)
         # Column j of the new window is the token j places before the next one.
         place = accepted[:, None] - 1 - jnp.arange(self.lookback, dtype=jnp.int32)
@@ -485,38 +487,9 @@ class NgramHashState(nnx.Module):
             ),
         )
 
-    def _check_values(
-        self, input_ids, positions, starts, dead_mask, lookback_ids, lookback_dead
-    ) -> None:
-        if not _known(starts):
-            return
-        _check_ragged(starts, input_ids.shape[0])
-        token = np.arange(input_ids.shape[0])
-        # Through NumPy: inside jit, indexing a known array gives a traced value.
-        valid = token < int(np.asarray(starts)[-1])
-        if _known(positions) and (np.asarray(positions)[valid] < 0).any():
-            raise ValueError(
-                f"positions holds {int(np.asarray(positions)[valid].min())}; positions "
-                "count from 0, the request's first token"
-            )
-        if _known(input_ids, dead_mask):
-            live = valid if dead_mask is None else valid & ~np.asarray(dead_mask)
-            _check_vocabulary("input_ids", input_ids, live, self.vocab_size)
-        if lookback_ids is not None and _known(lookback_ids, lookback_dead):
-            live = True if lookback_dead is None else ~np.asarray(lookback_dead)
-            _check_vocabulary("lookback_token_ids", lookback_ids, live, self.vocab_size)
-
     def _write_slots(self, slot_cache, slot_mapping, input_ids, starts, dead_mask):
         compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
         token = jnp.arange(input_ids.shape[0])
         writes = (slot_mapping >= 0) & (token < starts[-1])
         slot = jnp.where(writes, slot_mapping, slot_cache.shape[0])
         return slot_cache.at[slot].set(compressed, mode="drop")
-
-
-def _array(values: Any) -> Any:
-    """A list as a NumPy array, so that wide ids are seen before JAX narrows them."""
-    if values is None or isinstance(values, np.ndarray | jax.Array):
-        return values
-    array = np.asarray(values)
-    return array if array.size else array.astype(np.int32)
