@@ -6,6 +6,7 @@ and, for chunks, streams and slots, in test_hash_streams.py.
 
 from __future__ import annotations
 
+import math
 import re
 
 import chex
@@ -132,6 +133,41 @@ def test_the_largest_products_are_exact():
         pad_id=0,
     )
     np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("prime", [2, 3, 4093, 4099, 65_537, 16_777_213, 1_999_999_973])
+def test_remainders_next_to_a_multiple_of_the_prime(prime):
+    """A rounded quotient is off by one exactly where the remainder is 0 or prime - 1.
+
+    With pad id 0 a first token's hash is `id * multiplier`, and the multipliers here
+    make that prime * k - 2, .., prime * k + 1, as large as it may be.
+    """
+    size = 99_092
+    ids, multipliers, wanted = [], [], []
+    for token in (1, 7, size - 1):
+        for remainder in (-2, -1, 0, 1):
+            if math.gcd(token, prime) > 1:
+                continue
+            residue = remainder * pow(token, -1, prime) % prime
+            largest = (2**63 - 1) // size
+            multiplier = largest - (largest - residue) % prime
+            ids.append(token)
+            multipliers.append(multiplier)
+            wanted.append(remainder % prime)
+    layout = EngramLayout(
+        layer_ids=tuple(range(len(ids))),
+        primes=np.full((len(ids), 1, 1), prime),
+        offsets=np.zeros((len(ids), 1), np.int64),
+        multipliers=np.stack([multipliers, np.ones(len(ids), np.int64)], axis=1),
+        num_rows=(prime,) * len(ids),
+        pad_token_id=0,
+        compressed_vocab_size=size,
+        max_ngram_size=2,
+        n_heads=1,
+    )
+    rows = NgramHashState(layout, np.arange(size)).hash_sequence(np.array(ids)[:, None])
+    got = np.asarray(rows)[np.arange(len(ids)), 0, np.arange(len(ids)), 0]
+    np.testing.assert_array_equal(got, wanted)
 
 
 # --- Edges ----------------------------------------------------------------------------
