@@ -8,6 +8,9 @@ from jaxtyping import Array, BFloat16, Bool, Float
 
 from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 
+# Over fewer elements XLA's CPU compiler sums in another order.
+_MIN_ELEMENTS = 4096
+
 
 def gate_values(
     hidden: Float[Array, "T M E"],
@@ -45,8 +48,12 @@ def gate_values(
     """
     tokens, streams, width = hidden.shape
     f32 = jnp.float32
-    hidden = hidden.astype(f32)
-    keys = kv[:, : streams * width].reshape(tokens, streams, width).astype(f32)
+    # The same sums at every T, so that a token decoded alone gets the gate that it gets
+    # in a prefill, to the last bit.
+    missing = max(-(-_MIN_ELEMENTS // max(streams * width, 1)) - tokens, 0)
+    hidden = jnp.pad(hidden.astype(f32), ((0, missing), (0, 0), (0, 0)))
+    keys = jnp.pad(kv[:, : streams * width], ((0, missing), (0, 0)))
+    keys = keys.reshape(-1, streams, width).astype(f32)
     weights = q_weight.astype(f32) * k_weight.astype(f32)
 
     def inverse_rms(x):
@@ -55,7 +62,7 @@ def gate_values(
     dot = (hidden * keys * weights).sum(axis=-1)
     dot = dot * (inverse_rms(hidden) * inverse_rms(keys)) * f32(width**-0.5)
     root = jnp.sqrt(jnp.maximum(jnp.abs(dot), f32(clamp)))
-    return nn.sigmoid(jnp.where(dot < 0, -root, root))
+    return nn.sigmoid(jnp.where(dot < 0, -root, root))[:tokens]
 
 
 def _gate_xla(hidden, kv, q_weight, k_weight, token_mask, *, eps, clamp):
