@@ -6,6 +6,7 @@ and, for chunks, streams and slots, in test_hash_streams.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -144,16 +145,15 @@ def test_remainders_next_to_a_multiple_of_the_prime(prime):
     """
     size = 99_092
     ids, multipliers, wanted = [], [], []
-    for token in (1, 7, size - 1):
-        for remainder in (-2, -1, 0, 1):
-            if math.gcd(token, prime) > 1:
-                continue
-            residue = remainder * pow(token, -1, prime) % prime
-            largest = (2**63 - 1) // size
-            multiplier = largest - (largest - residue) % prime
-            ids.append(token)
-            multipliers.append(multiplier)
-            wanted.append(remainder % prime)
+    cases = itertools.product((1, 7, size - 1), (-2, -1, 0, 1), range(8))
+    for token, remainder, step in cases:
+        if math.gcd(token, prime) > 1:
+            continue
+        residue = remainder * pow(token, -1, prime) % prime
+        largest = (2**63 - 1) // size - 1009 * step
+        ids.append(token)
+        multipliers.append(largest - (largest - residue) % prime)
+        wanted.append(remainder % prime)
     layout = EngramLayout(
         layer_ids=tuple(range(len(ids))),
         primes=np.full((len(ids), 1, 1), prime),
