@@ -216,7 +216,7 @@ def decode_e4m3(word: Any, scale: Any, *, in_order: bool = True) -> tuple[Any, A
 
 def reciprocal(divisor: int) -> int:
     """Give the 64-bit factor with which `remainder` divides."""
-    return (1 << 64) // divisor
+    return min((1 << 64) // divisor, (1 << 64) - 1)
 
 
 def remainder(number: Any, factor: Any, divisor: Any) -> Any:

@@ -478,7 +478,7 @@ def ngram_hash_pallas(
     return plgpu.kernel(
         ngram_hash,
         out_type=out_type,
-        grid=plan.grid,
-        grid_names=("tokens", "columns"),
+        grid=plan.grid[::-1],  # CUDA's limit is far higher for the last
+        grid_names=("columns", "tokens"),
         scratch_types=[plgpu.SMEM((plan.tokens_per_block * batch.depth,), jnp.int32)],
     )(*operands.values())
