@@ -94,7 +94,8 @@ def quantize(
         raise ValueError(
             f"x has shape {x.shape}; its last axis must be a multiple of {BLOCK}"
         )
-    values, scale = quantize_blocks(x.reshape(*x.shape[:-1], -1, BLOCK))
+    groups = x.shape[-1] // BLOCK  # not -1, which a batch of no rows leaves open
+    values, scale = quantize_blocks(x.reshape(*x.shape[:-1], groups, BLOCK))
     return values.reshape(x.shape), scale
 
 
