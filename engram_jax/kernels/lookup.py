@@ -117,7 +117,7 @@ def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
     rows = jax.custom_batching.sequential_vmap(kernel)(
         weight, mxfp8.scale_bytes(scale), ids.reshape(-1), row_start, row_end
     )
-    return rows.reshape(*ids.shape, -1)
+    return rows.reshape(*ids.shape, rows.shape[-1])
 
 
 def lookup(
