@@ -73,11 +73,11 @@ use_environment() {
     if [ -f "$stamp" ] && grep -qxF -- "$request" "$stamp"; then
         return
     fi
-    echo "Installing engram-jax[$extras] ${ENGRAM_REQUIREMENTS:-} into $venv (minutes, once)"
+    echo "Installing engram-jax[$extras]${ENGRAM_REQUIREMENTS:+ $ENGRAM_REQUIREMENTS} into $venv (minutes, once)"
     # shellcheck disable=SC2086  # the requirements are words
     "$VENV_PYTHON" -m pip install --disable-pip-version-check \
         --editable ".[$extras]" ${ENGRAM_REQUIREMENTS:-} || fail \
-        "pip could not install engram-jax[$extras] ${ENGRAM_REQUIREMENTS:-} into $venv;" \
+        "pip could not install engram-jax[$extras]${ENGRAM_REQUIREMENTS:+ $ENGRAM_REQUIREMENTS} into $venv;" \
         "its message is above. It needs a package index (network, or PIP_INDEX_URL and" \
         "PIP_FIND_LINKS for a mirror). Run the same command again to go on."
     # Packages may have moved under another request's feet, except for the extras of one set.
