@@ -269,8 +269,13 @@ def test_kernel_reads_pinned_host_memory(packed):
 def test_kernel_reads_a_table_of_more_than_2_31_values():
     """PITFALLS 20: offsets of values and scales overflow int32, at D = 512."""
     rows = 2**23
-    weight = jax.lax.broadcasted_iota(jnp.uint32, (rows, 512), 0) * 40503 >> 9
-    weight = jax.jit(lambda: weight.astype(jnp.uint8))()
+
+    @jax.jit  # makes the bytes without a wider copy
+    def make_table():
+        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, 512), 0)
+        return (row * 40503 >> 9).astype(jnp.uint8)
+
+    weight = make_table()
     scale = jnp.full((rows, 16), 127, jnp.uint8)
     ids = np.array([0, 4_194_303, 4_194_304, rows - 2, rows - 1, rows], np.int32)
     out = lookup_pallas.lookup_pallas(
