@@ -5,7 +5,6 @@ import logging
 import os
 import tempfile
 import unicodedata
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,37 +145,42 @@ def _parse_tokenizer(serialised: bytes, path: Path | None) -> "Tokenizer":
         raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
 
 
-def _token_ids(tokenizer: "Tokenizer", allow_gaps: bool) -> Iterable[int]:
-    present = set(tokenizer.get_vocab(with_added_tokens=True).values())
-    if not present:
+def _compress(tokenizer: "Tokenizer", allow_gaps: bool) -> npt.NDArray[np.int32]:
+    normalise = _normaliser()
+    id_of_key: dict[str, int] = {}
+    compressed: list[int] = []
+    for token_id, text in enumerate(_decoded(tokenizer, allow_gaps)):
+        if _REPLACEMENT_CHARACTER in text:
+            # Part of a character's bytes: the text says nothing, the raw token does.
+            key = tokenizer.id_to_token(token_id) or text
+        else:
+            key = normalise(text) or text
+        compressed.append(id_of_key.setdefault(key, len(id_of_key)))
+    return np.array(compressed, np.int32)
+
+
+def _decoded(tokenizer: "Tokenizer", allow_gaps: bool) -> list[str]:
+    """Decode each id alone, once it is clear which ids there are."""
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size == 0:
         raise ValueError("The tokenizer has no tokens.")
-    size, largest = len(present), max(present)
-    if largest < size:
-        return range(size)
+    texts = tokenizer.decode_batch(
+        [[i] for i in range(size)], skip_special_tokens=False
+    )
+    # An id without a token decodes to nothing. As many tokens as ids below `size`, so
+    # one that lies beyond leaves a hole here.
+    holes = (i for i, text in enumerate(texts) if not text)
+    hole = next((i for i in holes if tokenizer.id_to_token(i) is None), None)
+    if hole is None:
+        return texts
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if not allow_gaps:
-        hole = next(i for i in range(largest) if i not in present)
         raise ValueError(
             f"The tokenizer has {size} tokens but its largest id is {largest}: id "
             f"{hole} has no token. Pass allow_gaps=True if the model was trained so."
         )
-    return range(largest + 1)
-
-
-def _compress(tokenizer: "Tokenizer", allow_gaps: bool) -> npt.NDArray[np.int32]:
-    normalise = _normaliser()
-    ids = _token_ids(tokenizer, allow_gaps)
-    texts = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
-    key_of_text: dict[str, str] = {}
-    id_of_key: dict[str, int] = {}
-    token_map = np.empty(len(texts), np.int32)
-    for token_id, text in enumerate(texts):
-        if _REPLACEMENT_CHARACTER in text:
-            # Part of a character's bytes: the text says nothing, the raw token does.
-            key = tokenizer.id_to_token(token_id) or text
-        elif (key := key_of_text.get(text)) is None:
-            key = key_of_text[text] = normalise(text) or text
-        token_map[token_id] = id_of_key.setdefault(key, len(id_of_key))
-    return token_map
+    more = [[i] for i in range(size, largest + 1)]
+    return texts + tokenizer.decode_batch(more, skip_special_tokens=False)
 
 
 def _normaliser() -> Any:
