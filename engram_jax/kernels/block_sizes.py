@@ -41,19 +41,24 @@ class WkvSizes:
     """Steps in flight."""
     tokens: int
     """Tokens of a CTA, a multiple of 8 up to 128."""
-    ctas: int = _SMS
-    """CTAs that the weight's rows are dealt to, one per multiprocessor."""
+    ctas: int = 0
+    """CTAs that the weight's rows are dealt to; 0 is one per multiprocessor."""
 
 
-def device_kind() -> str:
-    """Name the kind of device that code is traced for, as JAX spells it."""
-    abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract_device is not None:
-        return abstract_device.device_kind
+def _device() -> tuple[str, int | None]:
+    """Give the kind, as JAX spells it, and the size of the device traced for."""
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        return abstract.device_kind, abstract.num_cores
     device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    return device.device_kind
+    return device.device_kind, getattr(device, "core_count", None)
+
+
+def multiprocessors() -> int:
+    """Count the multiprocessors of the device traced for; an H200's if unknown."""
+    return _device()[1] or _SMS
 
 
 @functools.cache
@@ -74,7 +79,7 @@ def tuned_table(kind: str) -> dict[str, Any]:
 
 def _tuned(operation: str, shape: tuple[int, ...], tokens: int) -> dict | None:
     """Give the sizes of the first entry that covers this many tokens."""
-    for entry in tuned_table(device_kind()).get(operation, ()):
+    for entry in tuned_table(_device()[0]).get(operation, ()):
         covers = entry["max_tokens"] is None or tokens <= entry["max_tokens"]
         if covers and tuple(entry["shape"]) == shape:
             return entry["sizes"]
@@ -99,9 +104,9 @@ def gate_sizes(tokens: int, streams: int, width: int, row_bytes: int) -> GateSiz
     if tuned is not None:
         return GateSizes(**tuned)
     ring_bytes = 2 * row_bytes + 2 * _SMEM_PER_CTA
-    if tokens * streams <= _SMS or ring_bytes > _SMEM:
+    if tokens * streams <= multiprocessors() or ring_bytes > _SMEM:
         return GateSizes(stages=0)
-    at_once = _SMS * min(2, _SMEM // ring_bytes)
+    at_once = multiprocessors() * min(2, _SMEM // ring_bytes)
     each = -(-tokens * streams // at_once)
     return GateSizes(stages=2, tokens=each if each <= 8 else 4)
 
@@ -134,5 +139,5 @@ def wkv_prefers_library(tokens: int) -> bool:
     price of one bfloat16 copy of the weight.
     """
     default = {"kernel_up_to_tokens": 64}
-    crossover = tuned_table(device_kind()).get("wkv_crossover", default)
+    crossover = tuned_table(_device()[0]).get("wkv_crossover", default)
     return tokens > crossover["kernel_up_to_tokens"]

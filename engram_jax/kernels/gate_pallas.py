@@ -19,6 +19,8 @@ In the interpreter, which cannot run such code, three plain sums stand in for it
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +62,13 @@ def unsupported_reason(
     return None
 
 
-def _layout(shape: tuple[int, int]) -> plgpu.Layout:
+def _layout(shape: tuple[int, ...]) -> Any:
     """Spread a row [E/128, 128] over the warpgroup, in pieces of up to 16 bytes."""
     vector_size = math.gcd(shape[0], 8)
     return plgpu.Layout.WG_STRIDED(shape, vec_size=vector_size)
 
 
-def _row_sums(shape: tuple[int, int], interpret: bool):
+def _row_sums(shape: tuple[int, ...], interpret: Any) -> Callable[..., Any]:
     """Make (x, y, weights, scratch) -> the sums of x*x, y*y and x*y*weights.
 
     scratch is float32 [4, 4] in shared memory, one row a warp. Its readers are done

@@ -26,6 +26,9 @@ of a word. The interpreter does not run such code; the arithmetic is tested apar
 """
 
 import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, vector
 
-from .. import mxfp8
+from engram_jax import mxfp8
+
 from . import block_sizes
 from .mosaic_pallas import BF16_2_POW_120, Word, e4m3_pairs, e8m0_pair, thread_index
 
@@ -52,8 +56,10 @@ _SMEM_ALIGN = 128  # and of a row in shared memory
 _COPY_MAX = 256  # elements of one dimension in one copy
 # Tiles of 8 rows by 128 bytes, swizzled so that neither the threads' 16-byte reads nor
 # the tensor cores' meet in a bank.
-_WEIGHT_TILE = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
-_TOKEN_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_SWIZZLE: Any = plgpu.SwizzleTransform  # abstract only to a type checker
+_TILING: Any = plgpu.TilingTransform
+_WEIGHT_TILE = (_TILING((8, 128)), _SWIZZLE(128))
+_TOKEN_TILE = (_TILING((8, 64)), _SWIZZLE(128))
 _SPLAT = plgpu.Layout.WG_SPLAT
 # Registers a thread can have once the copying warpgroup has given up most of its own.
 _COPY_REGISTERS = 24
@@ -105,16 +111,34 @@ def scaled_pairs(word, byte, *, any_scale: bool):
 def permute_columns(rows: jax.Array) -> jax.Array:
     """Put the columns of [T, K] in the order in which the kernel reads the weight.
 
-    Of 64 columns, thread t of four reads bytes 16 t to 16 t + 15. Each of its words
-    gives two pairs, the even and the odd bytes, and each instruction takes one word of
-    every thread: its columns 2 t, 2 t + 1 are the even bytes, 8 + 2 t, 9 + 2 t the odd
-    ones. K is padded to a multiple of 64 with zeros.
+    Of 64 columns, thread t of four has bytes 16 t to 16 t + 15. Each instruction takes
+    one word of every thread, the even bytes for its columns 2 t and 2 t + 1, the odd
+    ones for 2 t + 8 and 2 t + 9. K is padded to a multiple of 64 with zeros.
     """
-    tokens, width = rows.shape
-    rows = jnp.pad(rows, ((0, 0), (0, -width % _PERMUTED)))
+    rows = _pad_columns(rows, _PERMUTED)
     # Column = 64 block + 16 thread + 4 word + 2 half + parity.
-    split = rows.reshape(tokens, rows.shape[1] // _PERMUTED, 4, 4, 2, 2)
+    split = rows.reshape(len(rows), -1, 4, 4, 2, 2)
     return split.transpose(0, 1, 3, 5, 2, 4).reshape(rows.shape)
+
+
+def piece_at(warp, row, quarter, part: int, upper: int):
+    """Say where in shared memory the 16 bytes lie that a thread decodes at a time.
+
+    The slab is [8, columns / 128, 8, 128] there: tiles whose 16-byte pieces are
+    swizzled by their row.
+
+    They are quarter `quarter` of the `part`-th 64 columns, in row 16 warp + 8 upper +
+    row. Decoded they are, pair i of 8, columns 64 part + 8 i + 2 quarter and the next
+    in the order of `permute_columns`.
+    """
+    tile, half = divmod(part, 2)
+    piece = (quarter + 4 * half) ^ row
+    return warp * 2 + upper, tile, row, piece * 16
+
+
+def scale_at(warp, quarter, part: int):
+    """Say which scale those bytes have: all lie in one block, in both rows."""
+    return warp // 2, quarter // 2 + 2 * part
 
 
 # ---- per-thread code -----------------------------------------------------------------
@@ -131,12 +155,12 @@ def _i32() -> ir.Type:
 
 
 def _lanes() -> tuple[Word, Word, Word]:
-    """Give a thread's warp, and its place in it: row of 8, and quarter of 64 columns."""
+    """Give a thread's warp, and its place there: row of 8, quarter of 64 columns."""
     thread = thread_index()
     return thread // 32, thread % 32 // 4, thread % 4
 
 
-def _make_finds_large_scale(row_bytes: int):
+def _make_finds_large_scale(row_bytes: int) -> Callable[..., Any]:
     """Make (scales [2, row_bytes]) -> nonzero if one of them exceeds 134."""
 
     @plgpu.inline_mgpu(
@@ -164,7 +188,7 @@ def _make_finds_large_scale(row_bytes: int):
     return finds_large_scale
 
 
-def _make_decode(first: int, columns: int, any_scale: bool):
+def _make_decode(first: int, columns: int, any_scale: bool) -> Callable[..., Any]:
     """Make (slab, scales, block) -> bfloat16 [64, columns] in registers.
 
     Args:
@@ -186,17 +210,15 @@ def _make_decode(first: int, columns: int, any_scale: bool):
         sixteen, four = ir.VectorType.get((16,), f8), ir.VectorType.get((4,), _i32())
         words = {}
         for part in range(columns // 64):
-            tile, half = divmod(first + part, 2)
-            for upper in range(2):  # row `row` and the one 8 below
-                piece = (quarter + 4 * half) ^ row  # the swizzle
-                at = (warp * 2 + upper, tile, row, piece * 16)
+            for upper in range(2):
+                at = piece_at(warp, row, quarter, first + part, upper)
                 loaded = vector.load(sixteen, slab, [_index(i) for i in at])
                 words[part, upper] = vector.bitcast(four, loaded)
-        # A thread's 16 bytes lie in one block of 32 x 32, both rows in the same.
-        block = Word(block.registers.item()) + quarter // 2
         scale_bytes = []
         for part in range(columns // 64):
-            at = [_index(warp // 2), _index(block + 2 * part)]
+            scale_row, scale_column = scale_at(warp, quarter, part)
+            scale_column = scale_column + Word(block.registers.item())
+            at = [_index(scale_row), _index(scale_column)]
             scale_bytes.append(Word(arith.extui(_i32(), memref.load(scales, at))))
 
         layout = mgpu.WGMMA_LAYOUT
@@ -216,7 +238,7 @@ def _make_decode(first: int, columns: int, any_scale: bool):
     return decode
 
 
-def _make_store(tokens: int, out_width: int, tile_tokens: int):
+def _make_store(tokens: int, out_width: int, tile_tokens: int) -> Callable[..., Any]:
     """Make (sums [64, tokens], nans [64, 8], out, first_row, first_token) -> ()."""
     sums_layout = plgpu.Layout.WGMMA
 
@@ -251,8 +273,7 @@ def _make_store(tokens: int, out_width: int, tile_tokens: int):
 
 
 def _pad_columns(array: jax.Array, multiple: int) -> jax.Array:
-    extra = -array.shape[1] % multiple
-    return jnp.pad(array, ((0, 0), (0, extra))) if extra else array
+    return jnp.pad(array, ((0, 0), (0, -array.shape[1] % multiple)))
 
 
 def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
@@ -268,10 +289,9 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
     tile_tokens = sizes.tokens
     steps = -(-weight.shape[1] // columns)
     scale_width = -(-steps * columns // (32 * _SMEM_ALIGN)) * _SMEM_ALIGN
-    scale_parts = range(0, scale_width, _COPY_MAX)
 
     slabs = -(-out_width // _SLAB)
-    ctas = min(slabs, sizes.ctas)
+    ctas = min(slabs, sizes.ctas or block_sizes.multiprocessors())
     per_cta, rest = divmod(slabs, ctas)  # the first `rest` CTAs have one more
     rounds = -(-(per_cta + (rest > 0)) // 4)
     warpgroups = -(-(per_cta + (rest > 0)) // rounds)
@@ -300,85 +320,69 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
             plgpu.copy_gmem_to_smem(ones_ref, ones, ones_filled)
 
-            def one_round(r, _):
+            @pl.loop(0, rounds)
+            def _(r):
                 # Rows, columns and tokens beyond the ends arrive as zeros.
-                for w in range(warpgroups):
-                    slab, turn = first_slab + r * warpgroups + w, lax.rem(r, turns)
-                    for half in range(2):
-                        for part in scale_parts:
-                            part = pl.ds(part, min(_COPY_MAX, scale_width - part))
-                            plgpu.copy_gmem_to_smem(
-                                scale_ref.at[slab * 2 + half, part],
-                                scales.at[turn, w, half, part],
-                                scaled.at[turn],
-                            )
+                turn, round_slab = lax.rem(r, turns), first_slab + r * warpgroups
+                for w, half, start in itertools.product(
+                    range(warpgroups), range(2), range(0, scale_width, _COPY_MAX)
+                ):
+                    part = pl.ds(start, min(_COPY_MAX, scale_width - start))
+                    plgpu.copy_gmem_to_smem(
+                        scale_ref.at[(round_slab + w) * 2 + half, part],
+                        scales.at[turn, w, half, part],
+                        scaled.at[turn],
+                    )
 
-                def step(k, _):
-                    i = r * steps + k
+                @pl.loop(0, steps)
+                def _(k):
+                    i, at = r * steps + k, pl.ds(k * columns, columns)
                     slot = lax.rem(i, stages)
-                    at = pl.ds(k * columns, columns)
-
-                    @pl.when(i >= stages)
-                    def _():
-                        plgpu.barrier_wait(read.at[slot])
-
+                    pl.when(i >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
                     for w in range(warpgroups):
-                        mine = r * warpgroups + w
                         plgpu.copy_gmem_to_smem(
-                            weight_ref.at[
-                                pl.ds((first_slab + mine) * _SLAB, _SLAB), at
-                            ],
+                            weight_ref.at[pl.ds((round_slab + w) * _SLAB, _SLAB), at],
                             weight_ring.at[slot, pl.ds(w * _SLAB, _SLAB)],
                             filled.at[slot],
-                            predicate=mine < slabs_here,
+                            predicate=r * warpgroups + w < slabs_here,
                         )
                     plgpu.copy_gmem_to_smem(
                         rows_ref.at[pl.ds(first_token, tile_tokens), at],
                         rows_ring.at[slot],
                         filled.at[slot],
                     )
-                    return ()
-
-                lax.fori_loop(0, steps, step, ())
-                return ()
-
-            lax.fori_loop(0, rounds, one_round, ())
 
         def multiply(r, any_scale):
-            def step(sums, nans, k):
-                slot = lax.rem(r * steps + k, stages)
-                plgpu.barrier_wait(filled.at[slot])
-                slab = weight_ring.at[slot, pl.ds(wg * _SLAB, _SLAB)]
-                for start in range(0, columns, _TILE):
-                    tile = weight_ring.at[
-                        slot, pl.ds(wg * _SLAB, _SLAB), pl.ds(start, _TILE)
-                    ]
-                    plgpu.wgmma(nans, tile, ones.transpose((1, 0)))
-                for i, decode in enumerate(decoders[any_scale]):
-                    block = k * (columns // 32) + i * (chunk // 32)
-                    values = decode(slab, scales.at[lax.rem(r, turns), wg], block)
-                    part = rows_ring.at[slot, :, pl.ds(i * chunk, chunk)]
-                    plgpu.wgmma(sums, values, part.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(read.at[slot])
-
             def all_steps(sums, nans):
                 @pl.loop(0, steps)
                 def _(k):
-                    step(sums, nans, k)
+                    slot = lax.rem(r * steps + k, stages)
+                    mine = pl.ds(wg * _SLAB, _SLAB)
+                    plgpu.barrier_wait(filled.at[slot])
+                    for start in range(0, columns, _TILE):
+                        tile = weight_ring.at[slot, mine, pl.ds(start, _TILE)]
+                        plgpu.wgmma(nans, tile, ones.transpose((1, 0)))
+                    for i, decode in enumerate(decoders[any_scale]):
+                        block = k * (columns // 32) + i * (chunk // 32)
+                        slab, turn = weight_ring.at[slot, mine], lax.rem(r, turns)
+                        values = decode(slab, scales.at[turn, wg], block)
+                        part = rows_ring.at[slot, :, pl.ds(i * chunk, chunk)]
+                        plgpu.wgmma(sums, values, part.transpose((1, 0)))
+                        plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(read.at[slot])
 
                 return sums[...], nans[...]
 
             sums, nans = pl.run_scoped(
                 all_steps,
-                plgpu.ACC((_SLAB, tile_tokens), jnp.float32),
-                plgpu.ACC((_SLAB, 8), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((_SLAB, tile_tokens), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((_SLAB, 8), jnp.float32),
             )
             first_row = (first_slab + r * warpgroups + wg) * _SLAB
             store(sums, nans, out_ref, first_row, first_token)
 
         def pass_by(r):
-            """Let the others have the ring: there is no slab left for this warpgroup."""
+            """Let the others have the ring: no slab is left for this warpgroup."""
 
             @pl.loop(0, steps)
             def _(k):
@@ -424,7 +428,8 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
             plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups + 1),
             plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
             plgpu.Barrier(
-                num_barriers=turns, num_arrivals=2 * warpgroups * len(scale_parts)
+                num_barriers=turns,
+                num_arrivals=2 * warpgroups * -(-scale_width // _COPY_MAX),
             ),
             plgpu.Barrier(),
         ],
