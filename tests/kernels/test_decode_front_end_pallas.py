@@ -108,8 +108,7 @@ def test_refuses_what_it_cannot_do():
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_compiles_for_hopper(tokens, history):
     layout = make_layout()
-    batch = operands(random_batch(0, tokens, tokens, 4, **history))
-    block_size = batch.pop("block_size", None)
+    batch, block_size = operands(random_batch(0, tokens, tokens, 4, **history))
     static = {"layout": layout, "pad_id": PAD_ID, "block_size": block_size}
     weights = [aot.operand((rows, 256), jnp.float8_e4m3fn) for rows in layout.num_rows]
     scales = [aot.operand((rows, 8), jnp.uint8) for rows in layout.num_rows]

@@ -159,17 +159,20 @@ def test_no_tokens_or_no_requests(tokens):
 
 
 def operands(batch):
+    """The batch's arrays on paper, and its block size."""
+    block_size = batch.pop("block_size", None)
     return {
-        name: value if isinstance(value, int) else aot.operand(value.shape, value.dtype)
-        for name, value in batch.items()
-    }
+        name: aot.operand(value.shape, value.dtype) for name, value in batch.items()
+    }, block_size
 
 
 @pytest.mark.parametrize("history", HISTORIES[:3])
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_compiles_for_hopper(tokens, history):
     layout = make_layout()
-    batch = operands(random_batch(0, tokens, 1 + tokens // 64, 4, **history))
+    batch, block_size = operands(
+        random_batch(0, tokens, 1 + tokens // 64, 4, **history)
+    )
     static = {
         "layout": layout,
         "pad_id": PAD_ID,
