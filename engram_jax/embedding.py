@@ -2,12 +2,15 @@
 
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
 
 from . import kernels, mxfp8
 from .constant import Constant
+from .exchange import fetch_rows, unpad_tokens
+from .sharding import EngramSharding
 
 
 @runtime_checkable
@@ -38,6 +41,8 @@ class ParallelEngramEmbedding(nnx.Module):
         weight: [R, D] rows on the device, or None where `storage` has them.
         scale: [R, D/32] E8M0 bytes, or None.
         storage: a table outside device memory, or None.
+        sharding: how the table lies on a mesh, or None on one device.
+        layer_index: which of the layers' tables this is, from 0; on a mesh only.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class ParallelEngramEmbedding(nnx.Module):
         storage: RowStorage | None = None,
         row_start: int = 0,
         backend: kernels.Backend | None = None,
+        sharding: EngramSharding | None = None,
+        layer_index: int = 0,
     ):
         """Take a table on the device, or one that is stored elsewhere.
 
@@ -63,6 +70,9 @@ class ParallelEngramEmbedding(nnx.Module):
             storage: a table outside device memory.
             row_start: the id of the table's row 0: a shard's first row.
             backend: of the lookup: None, "pallas", "xla" or "pallas_interpret".
+            sharding: how the table lies on a mesh; weight and scale are then what
+                `EngramSharding.place_table` gives.
+            layer_index: which of the layers' tables this is, from 0; on a mesh only.
         """
         self.weight: Any
         self.scale: Any
@@ -78,6 +88,8 @@ class ParallelEngramEmbedding(nnx.Module):
         self.storage = storage
         self.row_start = row_start
         self.backend: kernels.Backend | None = backend
+        self.sharding = sharding
+        self.layer_index = layer_index
 
     @classmethod
     def from_storage(cls, storage: RowStorage) -> "ParallelEngramEmbedding":
@@ -124,6 +136,10 @@ class ParallelEngramEmbedding(nnx.Module):
             >>> embedding(jnp.array([3, -1]))[:, 0]
             Array([2, 0], dtype=bfloat16)
         """
+        if self.sharding is not None:
+            rows = self._fetch(ids)
+            packed = rows.dtype == jnp.uint8
+            return mxfp8.dequantize(*mxfp8.unpack(rows)) if packed else rows
         if self.storage is not None:
             return mxfp8.dequantize(*mxfp8.unpack(self.lookup_packed(ids)))
         return kernels.lookup(
@@ -146,10 +162,17 @@ class ParallelEngramEmbedding(nnx.Module):
         Raises:
             TypeError: the table is a float table.
         """
+        if self.storage is None and self.scale is None:
+            raise TypeError("a float table has no packed rows")
+        if self.sharding is not None:
+            if self.sharding.row_format != "packed":
+                raise TypeError(
+                    "rows travel as bfloat16 on this mesh; packed rows need "
+                    "EngramSharding.on(..., row_format='packed')"
+                )
+            return self._fetch(ids)
         if self.storage is not None:
             return self.storage.lookup_packed(kernels.narrow_ids(ids))
-        if self.scale is None:
-            raise TypeError("a float table has no packed rows")
         return kernels.lookup_packed(
             self.weight[...],
             self.scale[...],
@@ -157,3 +180,54 @@ class ParallelEngramEmbedding(nnx.Module):
             row_start=self.row_start,
             backend=self.backend,
         )
+
+    def shard(
+        self, sharding: EngramSharding, layer_index: int
+    ) -> "ParallelEngramEmbedding":
+        """Put a table of one device on a mesh.
+
+        Args:
+            sharding: how it shall lie.
+            layer_index: which of the layers' tables this is, from 0.
+
+        Returns:
+            A new embedding; a table outside device memory stays where it is, and each
+            device reads its shard's rows of it.
+
+        Raises:
+            ValueError: the table is already a shard.
+        """
+        if self.sharding is not None or self.row_start:
+            raise ValueError("the table is a shard already; shard the whole one")
+
+        def place(part):
+            if part is None:
+                return None
+            known = np.asarray(part[...])
+            return sharding.place_table(
+                layer_index,
+                lambda start, end: known[start:end],
+                known.shape[1],
+                known.dtype,
+            )
+
+        return ParallelEngramEmbedding(
+            place(self.weight),
+            place(self.scale),
+            storage=self.storage,
+            backend=self.backend,
+            sharding=sharding,
+            layer_index=layer_index,
+        )
+
+    def _fetch(self, ids):
+        """Rows of ids [T, C] from the shards that hold them."""
+        assert self.sharding is not None
+        if ids.ndim != 2:
+            raise ValueError(
+                f"ids have shape {ids.shape}; on a mesh they must be [T, C], since "
+                "shards hold whole columns"
+            )
+        narrow = kernels.narrow_ids(ids)[:, None]
+        rows = fetch_rows(self.sharding, [self], narrow, [self.layer_index])
+        return unpad_tokens(self.sharding, rows, ids.shape[0])[:, 0]

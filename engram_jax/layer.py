@@ -1,12 +1,17 @@
 """One Engram layer: rows to keys and value, gated into the residual streams."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float, Int32, UInt8
 
-from . import kernels, mxfp8
+from . import kernels, mesh_layer, mxfp8
 from .constant import Constant
 from .embedding import ParallelEngramEmbedding
+from .exchange import fetch_rows
+from .sharding import EngramSharding
 
 
 class Engram(nnx.Module):
@@ -22,6 +27,8 @@ class Engram(nnx.Module):
         embedding: the layer's table.
         wkv_weight: [(M+1)*E, C*D].
         wkv_scale: E8M0 bytes [ceil((M+1)*E/32), C*D/32], or None.
+        wkv_expanded: a bfloat16 copy of an FP8 projection, where `expand_projection`
+            made one, or None.
         q_weight: [M, E].
         k_weight: [M, E].
         eps: added to the mean squares.
@@ -54,13 +61,14 @@ class Engram(nnx.Module):
             ValueError: shapes do not fit each other.
         """
         streams, width = q_weight.shape
-        if wkv_weight.shape[0] != (streams + 1) * width or (
-            wkv_weight.shape[1] % embedding.head_dim
-        ):
+        outputs, sharding = (streams + 1) * width, embedding.sharding
+        if sharding is not None:
+            outputs = sharding.padded_width(outputs)
+        if wkv_weight.shape[0] != outputs or wkv_weight.shape[1] % embedding.head_dim:
             raise ValueError(
                 f"wkv_weight has shape {wkv_weight.shape}; q_weight of shape "
                 f"{q_weight.shape} and rows of {embedding.head_dim} values need "
-                f"[{(streams + 1) * width}, a multiple of {embedding.head_dim}]"
+                f"[{outputs}, a multiple of {embedding.head_dim}]"
             )
         if k_weight.shape != q_weight.shape:
             raise ValueError(
@@ -74,10 +82,16 @@ class Engram(nnx.Module):
         else:
             self.wkv_weight = nnx.data(Constant(wkv_weight))
             self.wkv_scale = nnx.data(Constant(mxfp8.scale_bytes(wkv_scale)))
+        self.wkv_expanded: Any = nnx.data(None)
         self.q_weight = nnx.Param(q_weight)
         self.k_weight = nnx.Param(k_weight)
         self.eps = float(eps)
         self.backend: kernels.Backend | None = backend
+
+    @property
+    def sharding(self) -> EngramSharding | None:
+        """Say how the layer lies on a mesh; None on one device."""
+        return self.embedding.sharding
 
     @property
     def n_hash_cols(self) -> int:
@@ -124,7 +138,7 @@ class Engram(nnx.Module):
 
     def rows(
         self, hash_ids: Int32[Array, "T C"]
-    ) -> Float[Array, "T C D"] | UInt8[Array, "T C P"]:
+    ) -> Float[Array, "S C D"] | UInt8[Array, "S C P"]:
         """Read each token's rows, in a form that `project` takes.
 
         Args:
@@ -132,14 +146,19 @@ class Engram(nnx.Module):
 
         Returns:
             bfloat16 [T, C, D] from device memory (a float table's dtype, if it is
-            one); from elsewhere the stored bytes, uint8 [T, C, D + D/32].
+            one); from elsewhere the stored bytes, uint8 [T, C, D + D/32]. On a mesh, T
+            is padded so that tokens split evenly over the devices.
         """
+        if self.sharding is not None:
+            table = self.embedding
+            ids = kernels.narrow_ids(hash_ids)[:, None]
+            return fetch_rows(self.sharding, [table], ids, [table.layer_index])[:, 0]
         if self.embedding.storage is not None:
             return self.embedding.lookup_packed(hash_ids)
         return self.embedding(hash_ids)
 
     def project(
-        self, rows: Float[Array, "T C D"] | UInt8[Array, "T C P"]
+        self, rows: Float[Array, "T C D"] | UInt8[Array, "T C P"] | kernels.OrderedRows
     ) -> BFloat16[Array, "T N"]:
         """Project rows to M keys and one value: `kernels.wkv`.
 
@@ -150,12 +169,28 @@ class Engram(nnx.Module):
             bfloat16 [T, (M+1)*E].
         """
         scale = None if self.wkv_scale is None else self.wkv_scale[...]
-        return kernels.wkv(rows, self.wkv_weight[...], scale, backend=self.backend)
+        if self.sharding is not None:
+            return mesh_layer.project(
+                self.sharding,
+                rows,
+                self.wkv_weight[...],
+                scale,
+                (self.q_weight.shape[0] + 1) * self.q_weight.shape[1],
+                backend=self.backend,
+            )
+        expanded = None if self.wkv_expanded is None else self.wkv_expanded[...]
+        return kernels.wkv(
+            rows,
+            self.wkv_weight[...],
+            scale,
+            expanded=expanded,
+            backend=self.backend,
+        )
 
     def gate(
         self,
         hidden_states: Float[Array, "T M E"],
-        kv: BFloat16[Array, "T N"],
+        kv: BFloat16[Array, "S N"],
         token_mask: Bool[Array, " T"] | None = None,
     ) -> Float[Array, "T M E"]:
         """Gate a projected value into the residual streams: `kernels.gate`.
@@ -168,15 +203,19 @@ class Engram(nnx.Module):
         Returns:
             [T, M, E] in the dtype of `hidden_states`.
         """
-        return kernels.gate(
-            hidden_states,
-            kv,
-            self.q_weight[...],
-            self.k_weight[...],
-            token_mask=token_mask,
-            eps=self.eps,
-            backend=self.backend,
-        )
+
+        def gate(hidden, kv, q_weight, k_weight, token_mask):
+            return kernels.gate(
+                hidden,
+                kv,
+                q_weight,
+                k_weight,
+                token_mask=token_mask,
+                eps=self.eps,
+                backend=self.backend,
+            )
+
+        return self._by_token(gate, hidden_states, kv, token_mask)
 
     def gate_values(
         self,
@@ -195,14 +234,41 @@ class Engram(nnx.Module):
             float32 [T, M], 0 where the gate is shut.
         """
         self._check_ids(hidden_states, hash_ids)
-        gates = kernels.gate_values(
-            hidden_states,
-            self.project(self.rows(hash_ids)),
-            self.q_weight[...],
-            self.k_weight[...],
+
+        def gates(hidden, kv, q_weight, k_weight, token_mask):
+            gates = kernels.gate_values(hidden, kv, q_weight, k_weight, eps=self.eps)
+            if token_mask is None:
+                return gates
+            return jnp.where(token_mask[:, None], gates, 0)
+
+        kv = self.project(self.rows(hash_ids))
+        return self._by_token(gates, hidden_states, kv, token_mask)
+
+    def shard(self, sharding: EngramSharding, layer_index: int) -> "Engram":
+        """Put a layer of one device on a mesh.
+
+        Args:
+            sharding: how it shall lie.
+            layer_index: which of the model's Engram layers it is, from 0.
+
+        Returns:
+            A new layer, with the same results.
+        """
+        outputs = sharding.padded_width(self.wkv_weight.shape[0])
+        scale = self.wkv_scale
+        return Engram(
+            self.embedding.shard(sharding, layer_index),
+            sharding.place(self.wkv_weight[...], sharding.projection, outputs),
+            None
+            if scale is None
+            else sharding.place(
+                scale[...], sharding.projection, outputs // mxfp8.BLOCK
+            ),
+            sharding.place(self.q_weight[...], P()),
+            sharding.place(self.k_weight[...], P()),
             eps=self.eps,
+            backend=self.backend,
         )
-        return gates if token_mask is None else jnp.where(token_mask[:, None], gates, 0)
 
     def dequantize_projection(self, dtype=jnp.float32) -> None:
         """Replace the FP8 projection by a float one that can be trained.
@@ -215,16 +281,53 @@ class Engram(nnx.Module):
         """
         weight = self.wkv_weight[...]
         if self.wkv_scale is not None:
-            weight = kernels.dequantize_weight(weight, self.wkv_scale[...])
+            weight = self._by_output(kernels.dequantize_weight)(
+                weight, self.wkv_scale[...]
+            )
         self.wkv_weight = nnx.data(nnx.Param(weight.astype(dtype)))
         self.wkv_scale = nnx.data(None)
+        self.wkv_expanded = nnx.data(None)
+
+    def expand_projection(self) -> None:
+        """Keep a bfloat16 copy of an FP8 projection, for many tokens at a time.
+
+        From some 100 tokens on a GPU's library product is faster than the FP8 kernel.
+        It multiplies this copy, or without one a copy that each call makes. The copy
+        takes twice the bytes of the weight (315 MB a layer at V4.1's sizes); results
+        are those without it.
+        """
+        if self.wkv_scale is not None and self.wkv_expanded is None:
+            expand = self._by_output(kernels.dequantize_weight)
+            expanded = expand(self.wkv_weight[...], self.wkv_scale[...])
+            self.wkv_expanded = nnx.data(Constant(expanded))
 
     def quantize_projection(self) -> None:
         """Replace a float projection by an FP8 one: `kernels.quantize_weight`."""
         if self.wkv_scale is None:
-            weight, scale = kernels.quantize_weight(self.wkv_weight[...])
+            weight, scale = self._by_output(kernels.quantize_weight)(
+                self.wkv_weight[...]
+            )
             self.wkv_weight = nnx.data(Constant(weight))
             self.wkv_scale = nnx.data(Constant(scale))
+
+    def _by_token(self, function, hidden_states, kv, token_mask):
+        """Run a function of each token where the token lies."""
+        weights = self.q_weight[...], self.k_weight[...]
+        if self.sharding is None:
+            return function(hidden_states, kv, *weights, token_mask)
+        return mesh_layer.by_token(
+            self.sharding, function, hidden_states, kv, *weights, token_mask
+        )
+
+    def _by_output(self, function):
+        """Run a function of the projection where each part of it lies."""
+        sharding = self.sharding
+        if sharding is None:
+            return function
+        spec = sharding.projection
+        return lambda *parts: sharding.shard_map(function, (spec,) * len(parts), spec)(
+            *parts
+        )
 
     def _check_ids(self, hidden_states, hash_ids) -> None:
         wanted = (hidden_states.shape[0], self.n_hash_cols)

@@ -5,13 +5,20 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from . import kernels
+from .arguments import Bools, Ints
 from .config import EngramConfig
-from .hash_state import Bools, Ints, NgramHashState
+from .exchange import fetch_rows
+from .hash_state import NgramHashState
 from .layer import Engram
 from .layout import EngramLayout
+from .mesh_stack import hash_on_mesh
+from .sharding import EngramSharding
 
 
 @jax.tree_util.register_dataclass
@@ -24,11 +31,16 @@ class EngramBatch:
     Attributes:
         hash_ids: rows of each token, int32 [T, L, C]; -1 for padding.
         token_mask: bool [T], False where the gate is shut.
+        rows: on a mesh, the rows of all layers, fetched by one exchange:
+            [T padded, L, C, D + D/32] bytes, or D floats. On one device a tuple of
+            each layer's, where one kernel reads all of them (few tokens, on a GPU);
+            else None, and each layer reads its own.
     """
 
     # Not typed further: JAX builds pytrees of placeholders, too.
     hash_ids: Any
     token_mask: Any
+    rows: Any = None
 
 
 class EngramStack(nnx.Module):
@@ -72,11 +84,22 @@ class EngramStack(nnx.Module):
         self.config = config
         self.hash_state = hash_state
         self._layers = nnx.List(layers.values())
+        shardings = {layer.sharding for layer in layers.values()}
+        if len(shardings) > 1:
+            raise ValueError(
+                "the layers lie on the mesh in different ways; one exchange for all of "
+                "them needs one EngramSharding"
+            )
 
     @property
     def layers(self) -> dict[int, Engram]:
         """Give the Engram layers by decoder layer id."""
         return dict(zip(self.config.layer_ids, self._layers, strict=True))
+
+    @property
+    def sharding(self) -> EngramSharding | None:
+        """Say how the stack lies on a mesh; None on one device."""
+        return self._layers[0].sharding
 
     @property
     def layout(self) -> EngramLayout:
@@ -117,7 +140,11 @@ class EngramStack(nnx.Module):
         slot_cache: Int32[Array, " slots"] | None = None,
         **history: Any,
     ) -> EngramBatch | tuple[EngramBatch, Int32[Array, " slots"]]:
-        """Hash a ragged batch for all layers.
+        """Hash a ragged batch for all layers; on a mesh, fetch their rows too.
+
+        On a mesh the batch is that of all replicas together: every device hashes it,
+        and tokens are cut over the data axis in order. `replica_batch` takes a batch
+        from each replica instead.
 
         Args:
             input_ids: raw token ids.
@@ -133,23 +160,118 @@ class EngramStack(nnx.Module):
         Raises:
             ValueError: as `NgramHashState.__call__`.
         """
-        hashes = self.hash_state(
-            input_ids,
-            positions,
-            query_start_loc,
-            dead_mask=dead_mask,
-            slot_cache=slot_cache,
+        arguments: dict[str, Any] = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "query_start_loc": query_start_loc,
+            "dead_mask": dead_mask,
+            "slot_cache": slot_cache,
             **history,
-        )
+        }
+        if self.sharding is not None:
+            hashed = hash_on_mesh(self.sharding, self.hash_state, arguments)
+            return self._fetch(self.sharding, *hashed)
+        operands = self.hash_state.operands(**arguments)
+        hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
         mask = self.hash_state.token_mask(input_ids, query_start_loc, dead_mask)
-        if isinstance(hashes, tuple):
-            hashes, slot_cache = hashes
-            return EngramBatch(hashes, mask), slot_cache
-        return EngramBatch(hashes, mask)
+        batch = EngramBatch(hashes, mask, self._fused_rows(operands))
+        return batch if slot_cache is None else (batch, operands["slot_cache"])
+
+    def _fused_rows(self, operands):
+        """All layers' rows by the kernel that also hashes, where that is faster."""
+        tables = [layer.embedding for layer in self._layers]
+        backends: set[kernels.Backend | None] = {
+            layer.backend for layer in self._layers
+        }
+        backends |= {table.backend for table in tables} | {self.hash_state.backend}
+        if len(backends) > 1 or any(
+            table.scale is None or layer.wkv_scale is None
+            for table, layer in zip(tables, self._layers, strict=True)
+        ):
+            return None
+        return kernels.ngram_rows(
+            [table.weight[...] for table in tables],
+            [table.scale[...] for table in tables],
+            **operands,
+            backend=backends.pop(),
+        )
+
+    def replica_batch(
+        self, *, slot_cache: Int32[Array, "N slots"] | None = None, **arguments: Any
+    ) -> EngramBatch | tuple[EngramBatch, Int32[Array, "N slots"]]:
+        """Hash each replica's own batch on its devices, and fetch the rows of all.
+
+        Args:
+            slot_cache: compressed ids by slot, of each replica.
+            **arguments: those of `batch`, each with a leading axis of replicas, as
+                `pad_replicas` makes them; it pads all to one slot.
+
+        Returns:
+            The batch of all replicas' tokens in order, T = replicas * slot; with slot
+            caches, that and the new ones.
+
+        Raises:
+            ValueError: the stack lies on one device, or as `batch`.
+        """
+        if self.sharding is None:
+            raise ValueError(
+                "replica_batch needs a stack on a mesh (EngramStack.shard, or "
+                "load_engram with mesh=...); on one device use batch"
+            )
+        arguments["slot_cache"] = slot_cache
+        hashed = hash_on_mesh(
+            self.sharding, self.hash_state, arguments, by_replica=True
+        )
+        return self._fetch(self.sharding, *hashed)
+
+    def _fetch(self, sharding, hashes, mask, slot_cache=None) -> Any:
+        tables = [layer.embedding for layer in self._layers]
+        batch = EngramBatch(hashes, mask, fetch_rows(sharding, tables, hashes))
+        return batch if slot_cache is None else (batch, slot_cache)
 
     def dummy_batch(self, num_tokens: int) -> EngramBatch:
         """Make the batch of a rank without tokens: hashes -1, every gate shut."""
-        return EngramBatch(*self.hash_state.dummy_hashes(num_tokens))
+        hashes, mask = self.hash_state.dummy_hashes(num_tokens)
+        if self.sharding is not None:
+            return self._fetch(self.sharding, hashes, mask)
+        return EngramBatch(hashes, mask)
+
+    def expand_projections(self) -> None:
+        """Keep a bfloat16 copy of every FP8 projection: `Engram.expand_projection`."""
+        for layer in self._layers:
+            layer.expand_projection()
+
+    def shard(self, sharding: EngramSharding) -> "EngramStack":
+        """Put a stack of one device on a mesh.
+
+        For stacks that fit one device; `load_engram` with a mesh reads each process's
+        own rows from the checkpoint instead.
+
+        Args:
+            sharding: how it shall lie.
+
+        Returns:
+            A new stack, with the same results.
+
+        Raises:
+            ValueError: the stack lies on a mesh already.
+        """
+        if self.sharding is not None:
+            raise ValueError("the stack lies on a mesh already; shard the original")
+        hash_state = NgramHashState(
+            self.layout,
+            np.asarray(self.hash_state.token_map[...]),
+            backend=self.hash_state.backend,
+        )
+        hash_state.token_map[...] = sharding.place(hash_state.token_map[...], P())
+        return EngramStack(
+            self.config,
+            hash_state,
+            {
+                layer_id: layer.shard(sharding, index)
+                for index, (layer_id, layer) in enumerate(self.layers.items())
+            },
+        )
 
     def __call__(
         self, layer_id: int, hidden_states: Float[Array, "T M E"], batch: EngramBatch
@@ -168,7 +290,14 @@ class EngramStack(nnx.Module):
             KeyError: the layer has no Engram.
         """
         hash_ids = self.hash_ids(layer_id, batch)
-        return self.layers[layer_id](hidden_states, hash_ids, batch.token_mask)
+        layer = self.layers[layer_id]
+        if batch.rows is None:
+            return layer(hidden_states, hash_ids, batch.token_mask)
+        index = self.config.layer_ids.index(layer_id)
+        rows = (
+            batch.rows[index] if isinstance(batch.rows, tuple) else batch.rows[:, index]
+        )
+        return layer.gate(hidden_states, layer.project(rows), batch.token_mask)
 
     def hash_ids(self, layer_id: int, batch: EngramBatch) -> Int32[Array, "T C"]:
         """Select one layer's rows of a batch.

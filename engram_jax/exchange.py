@@ -1,0 +1,380 @@
+"""Rows fetched over a mesh: ids to the shards, each shard's rows back to the tokens."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+
+from . import kernels, mxfp8
+from .sharding import EngramSharding
+from .sharding import P as PartitionSpec
+
+Lookup = Callable[[Array, Array, Array], Array]
+"""Reads rows of a local shard: (ids [T, c], row_start, row_end) -> [T, c, W]."""
+
+
+@runtime_checkable
+class Table(Protocol):
+    """What `ParallelEngramEmbedding` has."""
+
+    weight: Any
+    scale: Any
+    storage: Any
+    backend: kernels.Backend | None
+
+
+def fetch_rows(
+    sharding: EngramSharding,
+    tables: Sequence[Table],
+    hash_ids: Int32[Array, "T L C"],
+    layers: Sequence[int] | None = None,
+) -> UInt8[Array, "T L C P"] | Float[Array, "T L C D"]:
+    """Fetch the rows of all layers for all tokens, with one exchange.
+
+    Each shard looks up what it holds of every token that it serves; `exchange` in
+    `EngramSharding` says how the rows reach the tokens' devices. The same rows, bit
+    for bit, as one device holding all of the table. A column's ids must lie in that
+    column's rows, as hashes do, or outside of all (-1): they read as zeros.
+
+    Gradient: float tables get the same gradient as on one device, once; FP8 tables
+    are constants.
+
+    Args:
+        sharding: how tables and tokens lie on the mesh.
+        tables: the embeddings of the layers, all FP8 or all float.
+        hash_ids: rows of each token, any T: the tokens of all replicas, in order.
+        layers: the index of each table's layer; None for all of the model's.
+
+    Returns:
+        [T padded, L, C, W], laid out by `sharding.rows`, T padded to
+        `sharding.pad_tokens(T)`: packed bytes (W = D + D/32), or rows of width D in
+        bfloat16 or the float table's dtype.
+
+    Raises:
+        ValueError: shapes do not fit the sharding.
+    """
+    layers = range(sharding.shards.num_layers) if layers is None else layers
+    _check(sharding, tables, hash_ids, layers)
+    padded = sharding.pad_tokens(hash_ids.shape[0])
+    hash_ids = pad_tokens(sharding, hash_ids, padded, fill=-1)
+    arrays = [
+        (
+            None if table.weight is None else table.weight[...],
+            None if table.scale is None else table.scale[...],
+        )
+        for table in tables
+    ]
+
+    def body(arrays, ids):
+        lookups = [
+            functools.partial(_look_up, sharding.row_format, table, *parts)
+            for table, parts in zip(tables, arrays, strict=True)
+        ]
+        return exchange_rows(sharding, lookups, ids, layers)
+
+    call = sharding.shard_map(body, (sharding.table, sharding.replica), sharding.rows)
+    return call(arrays, hash_ids)
+
+
+def _look_up(
+    row_format: str, table: Table, weight: Any, scale: Any, ids, row_start, row_end
+):
+    """Rows of this device's shard, in the format that travels."""
+    if weight is None:
+        owned = (ids >= row_start) & (ids < row_end)
+        rows = table.storage.lookup_packed(jnp.where(owned, ids, -1))
+        return rows if row_format == "packed" else mxfp8.dequantize(*mxfp8.unpack(rows))
+    packed = scale is not None and row_format == "packed"
+    lookup = kernels.lookup_packed if packed else kernels.lookup
+    return lookup(
+        weight, scale, ids, row_start=row_start, row_end=row_end, backend=table.backend
+    )
+
+
+def exchange_rows(
+    sharding: EngramSharding,
+    lookups: Sequence[Lookup],
+    ids: Int32[Array, "slot L C"],
+    layers: Sequence[int],
+) -> Array:
+    """Look up this device's share of the rows and trade it for its tokens' rows.
+
+    Runs inside `shard_map`. Every device takes part with the same shapes, also one
+    whose replica has no tokens (ids that are all -1).
+
+    Args:
+        sharding: how tables and tokens lie on the mesh.
+        lookups: reads rows of this device's shard, for each layer.
+        ids: this replica's ids, padded with -1 to the slot that all replicas share.
+        layers: the index of each lookup's layer.
+
+    Returns:
+        [tokens of this device, L, C, W].
+    """
+    shards = sharding.shards
+    by_heads = shards.cut == "heads"
+    in_tables = [a for a in sharding.data_axes if a in sharding.table_axes]
+    served = tuple(in_tables)
+    if by_heads:
+        ids = _own_columns(sharding, ids, served)
+    elif served:
+        ids = lax.all_gather(ids, served, axis=0, tiled=True)
+    shard = lax.axis_index(sharding.table_axes) if sharding.table_axes else 0
+    rows = jnp.stack(
+        [
+            lookup(
+                ids[:, place],
+                jnp.asarray(shards.row_start[layer].astype(np.int32))[shard],
+                jnp.asarray(shards.row_end[layer].astype(np.int32))[shard],
+            )
+            for place, (lookup, layer) in enumerate(zip(lookups, layers, strict=True))
+        ],
+        axis=1,
+    )
+    if not sharding.table_axes:
+        return rows
+    rows = _EXCHANGES[sharding.exchange](sharding, rows)
+    return rows[:, :, : shards.n_hash_cols]
+
+
+def _own_columns(sharding, ids, served):
+    """The ids of this shard's columns, of all the tokens that it serves."""
+    shards = sharding.shards
+    missing = shards.num_shards * shards.columns - shards.n_hash_cols
+    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+    replicas = sharding.size(served)
+    if sharding.tensor_axes:
+        # Columns of other tensor ranks' shards need not travel.
+        width = replicas * shards.columns
+        rank = lax.axis_index(sharding.tensor_axes)
+        ids = lax.dynamic_slice_in_dim(ids, rank * width, width, axis=2)
+    if not served:
+        return ids
+    if sharding.ids_exchange == "all_to_all":
+        return lax.all_to_all(ids, served, 2, 0, tiled=True)
+    ids = lax.all_gather(ids, served, axis=0, tiled=True)
+    rank = lax.axis_index(served)
+    return lax.dynamic_slice_in_dim(ids, rank * shards.columns, shards.columns, axis=2)
+
+
+def _split_axes(sharding) -> tuple[str, ...]:
+    """Axes that are cut into tables on the way in and into tokens on the way out."""
+    return tuple(a for a in sharding.row_token_axes if a in sharding.table_axes)
+
+
+def _select(sharding, rows):
+    """This device's tokens of all that were served."""
+    split = _split_axes(sharding)
+    pieces = sharding.size(split)
+    if pieces == 1:
+        return rows
+    # Tokens lie replica by replica, and within one by tensor rank.
+    index = lax.axis_index(split)
+    length = rows.shape[0] // pieces
+    return lax.dynamic_slice_in_dim(rows, index * length, length, axis=0)
+
+
+def _all_gather(sharding, rows):
+    rows = lax.all_gather(rows, sharding.table_axes, axis=2, tiled=True)
+    return _select(sharding, rows)
+
+
+def _all_to_all(sharding, rows):
+    split = _split_axes(sharding)
+    kept = tuple(a for a in sharding.table_axes if a not in split)
+    if split:
+        rows = lax.all_to_all(rows, split, 0, 2, tiled=True)
+        in_order = tuple(a for a in sharding.table_axes if a in split)
+        if in_order != split:
+            rows = _reorder_columns(sharding, rows, split, in_order)
+    if kept:
+        rows = lax.all_gather(rows, kept, axis=2, tiled=True)
+    return rows
+
+
+def _reorder_columns(sharding, rows, arrived, wanted):
+    """Blocks of columns came in the tokens' axis order; put them in the shards'."""
+    tokens, layers, _, width = rows.shape
+    sizes = [sharding.mesh.shape[axis] for axis in arrived]
+    blocks = rows.reshape(tokens, layers, *sizes, sharding.shards.columns, width)
+    order = [2 + arrived.index(axis) for axis in wanted]
+    last = 2 + len(arrived)
+    return blocks.transpose(0, 1, *order, last, last + 1).reshape(rows.shape)
+
+
+def _all_reduce(sharding, rows):
+    return _select(sharding, sum_bits(rows, sharding.table_axes))
+
+
+def _reduce_scatter(sharding, rows):
+    split = _split_axes(sharding)
+    kept = tuple(a for a in sharding.table_axes if a not in split)
+    if split:
+        rows = scatter_sum_bits(rows, split)
+    return sum_bits(rows, kept) if kept else rows
+
+
+_EXCHANGES = {
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+}
+
+
+def _as_bits(x):
+    """The bits as integers: of all shards at most one has any, so they add up.
+
+    A sum of floats would turn -0 into +0.
+    """
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return lax.bitcast_convert_type(x, width)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_bits(rows: Array, axes: tuple[str, ...]) -> Array:
+    """Add up rows of which all devices but one hold zero bits; exact, -0 included.
+
+    Gradient: that of `lax.psum`.
+
+    Args:
+        rows: this device's rows, of any dtype.
+        axes: mesh axes to sum over.
+
+    Returns:
+        The one device's rows, on all.
+    """
+    total = lax.psum(_as_bits(rows), axes)
+    return total if total.dtype == rows.dtype else _back(total, rows.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scatter_sum_bits(rows: Array, axes: tuple[str, ...]) -> Array:
+    """Add up rows as `sum_bits` does and keep this device's part of the first axis.
+
+    Gradient: that of `lax.psum_scatter`.
+
+    Args:
+        rows: this device's rows, of any dtype.
+        axes: mesh axes to sum over, in the order of the parts.
+
+    Returns:
+        [T / devices, ...].
+    """
+    total = lax.psum_scatter(_as_bits(rows), axes, scatter_dimension=0, tiled=True)
+    return total if total.dtype == rows.dtype else _back(total, rows.dtype)
+
+
+def _back(bits, dtype):
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+sum_bits.defvjp(
+    lambda rows, axes: (sum_bits(rows, axes), None),
+    lambda axes, _, cotangent: (lax.psum(cotangent, axes),),
+)
+scatter_sum_bits.defvjp(
+    lambda rows, axes: (scatter_sum_bits(rows, axes), None),
+    lambda axes, _, cotangent: (lax.all_gather(cotangent, axes, axis=0, tiled=True),),
+)
+
+
+def pad_tokens(
+    sharding: EngramSharding, x: Array, padded: int, fill: float | bool = 0
+) -> Array:
+    """Pad the token axis, so that it splits evenly over the devices.
+
+    Args:
+        sharding: how tokens lie on the mesh.
+        x: [T, ...], or None, which stays None.
+        padded: T to pad to.
+        fill: what padded tokens hold.
+
+    Returns:
+        [padded, ...].
+    """
+    missing = padded - x.shape[0]
+    if missing == 0:
+        return x
+    # On an Explicit mesh an axis that does not divide cannot be cut anyway.
+    x = sharding.reshard(x, PartitionSpec())
+    return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+
+
+def unpad_tokens(sharding: EngramSharding, x: Array, num_tokens: int) -> Array:
+    """Drop what `pad_tokens` added.
+
+    Args:
+        sharding: how tokens lie on the mesh.
+        x: [T padded, ...].
+        num_tokens: T.
+
+    Returns:
+        [T, ...].
+    """
+    if x.shape[0] == num_tokens:
+        return x
+    return sharding.reshard(x, PartitionSpec())[:num_tokens]
+
+
+def gather_columns(x: Array, axes: tuple[str, ...], width: int) -> Array:
+    """Put the columns that each device computed together, and drop the padding.
+
+    Args:
+        x: this device's columns [T, N / devices].
+        axes: mesh axes that the columns are cut over.
+        width: columns to keep.
+
+    Returns:
+        [T, width].
+    """
+    if axes:
+        x = lax.all_gather(x, axes, axis=1, tiled=True)
+    return x[:, :width]
+
+
+def columns_to_tokens(x: Array, axes: tuple[str, ...], width: int) -> Array:
+    """Trade columns of all tokens for all columns of this device's tokens.
+
+    Args:
+        x: this device's columns [T, N / devices].
+        axes: mesh axes that columns are cut over, and tokens shall be.
+        width: columns to keep.
+
+    Returns:
+        [T / devices, width].
+    """
+    return lax.all_to_all(x, axes, 0, 1, tiled=True)[:, :width]
+
+
+def _check(sharding, tables, hash_ids, layers) -> None:
+    shards = sharding.shards
+    if hash_ids.ndim != 3 or hash_ids.shape[1:] != (len(tables), shards.n_hash_cols):
+        raise ValueError(
+            f"hash_ids has shape {hash_ids.shape}; it must be [T, {len(tables)}, "
+            f"{shards.n_hash_cols}]: rows of each token, layer and column"
+        )
+    for table, layer in zip(tables, layers, strict=True):
+        if (table.weight is None or table.scale is not None) != (
+            tables[0].weight is None or tables[0].scale is not None
+        ):
+            raise ValueError(
+                "some tables have scales and some have none; all layers of a stack "
+                "must be FP8, or all float"
+            )
+        if table.weight is None:
+            continue
+        rows = table.weight.shape[0]
+        if rows != shards.num_rows(layer):
+            raise ValueError(
+                f"the table of layer index {layer} has {rows} rows; "
+                f"{shards.num_shards} shards of {shards.rows_per_shard[layer]} rows "
+                f"need {shards.num_rows(layer)}. EngramSharding.place_table makes it"
+            )

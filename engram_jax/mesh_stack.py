@@ -1,0 +1,211 @@
+"""The hash state and whole stacks over a mesh."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int32
+
+from . import kernels
+from .arguments import as_array, check_values
+from .batching import pad_batch
+from .hash_state import NgramHashState
+from .sharding import EngramSharding
+
+_CHECKED = (
+    "input_ids",
+    "positions",
+    "query_start_loc",
+    "dead_mask",
+    "lookback_token_ids",
+    "lookback_dead_mask",
+)
+
+Hashed = tuple[Int32[Array, "T L C"], Bool[Array, " T"], Any]
+
+
+def hash_on_mesh(
+    sharding: EngramSharding,
+    hash_state: NgramHashState,
+    arguments: Mapping[str, Any],
+    *,
+    by_replica: bool = False,
+) -> Hashed:
+    """Hash a batch on every device, or each replica's batch on its own devices.
+
+    Ids are few bytes and hashing is cheap, so nothing is cut and nothing travels.
+
+    Args:
+        sharding: how tokens lie on the mesh.
+        hash_state: its map lies on every device.
+        arguments: those of `NgramHashState.__call__`, by name.
+        by_replica: whether every array has a leading axis of replicas, one for each
+            part of the data axes.
+
+    Returns:
+        Hashes [T, L, C], token mask [T], and the new slot cache or None; by replica,
+        T counts the tokens of all replicas in order, laid out by `sharding.replica`,
+        and the cache keeps its leading axis.
+
+    Raises:
+        ValueError: as `NgramHashState.__call__`; or the replicas are not as many as
+            the mesh has.
+    """
+    known = {n: as_array(x) for n, x in arguments.items() if x is not None}
+    static: dict[str, Any] = {
+        name: int(known.pop(name)) for name in ("block_size",) if name in known
+    }
+    replicas = sharding.size(sharding.data_axes)
+    if by_replica:
+        for name, array in known.items():
+            if array.ndim < 1 or array.shape[0] != replicas:
+                raise ValueError(
+                    f"{name} has shape {array.shape}; its first axis must be the "
+                    f"{replicas} replicas of the mesh's data axis. pad_replicas makes "
+                    "such a batch of each replica's own"
+                )
+    _check_values(hash_state, known, by_replica)
+    # As given until now: narrowing turns ids beyond int32 into -1, "no token".
+    known = {name: _narrow(name, x) for name, x in known.items()}
+    graph, state = nnx.split(hash_state)
+
+    def body(state, arrays):
+        if by_replica:
+            arrays = {name: array[0] for name, array in arrays.items()}
+        local = nnx.merge(graph, state)
+        hashes = local(**arrays, **static)
+        cache = None
+        if isinstance(hashes, tuple):
+            hashes, cache = hashes
+            cache = cache[None] if by_replica else cache
+        mask = local.token_mask(
+            arrays["input_ids"], arrays["query_start_loc"], arrays.get("dead_mask")
+        )
+        return hashes, mask, cache
+
+    spec = sharding.replica if by_replica else P()
+    return sharding.shard_map(body, (P(), spec), spec)(state, known)
+
+
+def pad_replicas(
+    batches: Sequence[Mapping[str, Any] | None],
+    *,
+    slot: int | None = None,
+    requests: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Pad the replicas' batches to one slot and put them on a leading axis.
+
+    A replica without tokens takes part with ids that are all -1, so that no collective
+    waits for it.
+
+    Args:
+        batches: `input_ids`, `positions`, `query_start_loc` and the other per-token or
+            per-request arguments that `pad_batch` takes, for each replica; all with
+            the same names. None for a replica without tokens.
+        slot: tokens that each replica is padded to; None takes the largest count.
+            Give one of a few sizes, so that few programs are compiled.
+        requests: requests that each replica is padded to; None takes the largest.
+
+    Returns:
+        The arguments of `EngramStack.replica_batch`, each [replicas, ...].
+
+    Raises:
+        ValueError: a replica has more tokens or requests than its slot.
+
+    Example:
+        >>> one = {"input_ids": [5, 6], "positions": [0, 1], "query_start_loc": [0, 2]}
+        >>> padded = pad_replicas([one, None], slot=3)
+        >>> padded["input_ids"].tolist(), padded["query_start_loc"].tolist()
+        ([[5, 6, -1], [-1, -1, -1]], [[0, 2], [0, 0]])
+    """
+    given = [batch for batch in batches if batch is not None]
+    tokens = [0 if b is None else len(b["input_ids"]) for b in batches]
+    counts = [0 if b is None else len(b["query_start_loc"]) - 1 for b in batches]
+    slot = max(tokens, default=0) if slot is None else slot
+    requests = max(counts, default=0) if requests is None else requests
+    for what, found, room in (("tokens", tokens, slot), ("requests", counts, requests)):
+        if found and max(found) > room:
+            replica = int(np.argmax(found))
+            raise ValueError(
+                f"replica {replica} has {found[replica]} {what}; the slot that all "
+                f"replicas share has {room}. Give a larger one, or split the batch"
+            )
+    empty = _empty_batch(given[0]) if given else _EMPTY
+    padded = [
+        pad_batch(
+            **(empty if batch is None else batch),  # pyright: ignore[reportArgumentType]
+            token_buckets=(max(slot, 1),),
+            request_buckets=(max(requests, 1),),
+        )
+        for batch in batches
+    ]
+    return {name: np.stack([p[name] for p in padded]) for name in padded[0]}
+
+
+_EMPTY: dict[str, Any] = {
+    "input_ids": np.zeros(0, np.int32),
+    "positions": np.zeros(0, np.int32),
+    "query_start_loc": np.zeros(1, np.int32),
+}
+
+
+def _empty_batch(like: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of no request and no token, with the arguments of another."""
+    others = {
+        name: np.asarray(x)[:0]
+        for name, x in like.items()
+        if name not in _EMPTY and x is not None
+    }
+    return _EMPTY | others
+
+
+def state_shardings(sharding: EngramSharding, module: nnx.Module) -> Any:
+    """Give the sharding of each array of a stack or a layer, for `jax.jit`.
+
+    Args:
+        sharding: how it lies on the mesh.
+        module: an `EngramStack`, an `Engram` or an embedding.
+
+    Returns:
+        The module's state (`nnx.state`) with a `NamedSharding` for each array: tables
+        over the shards, projections by output columns, all else on every device.
+    """
+
+    def place(path, _):
+        names = [getattr(part, "key", None) for part in path]
+        if "embedding" in names or names[0] in ("weight", "scale"):
+            return sharding.named(sharding.table)
+        if "wkv_weight" in names or "wkv_scale" in names:
+            return sharding.named(sharding.projection)
+        return sharding.named(P())
+
+    return jax.tree_util.tree_map_with_path(place, nnx.state(module))
+
+
+def _narrow(name: str, values: Any) -> Any:
+    if values.dtype in (np.bool_, np.int32):
+        return values
+    # A NumPy array stays one: the same in every process, it is put everywhere.
+    narrow = kernels.narrow_ids(values, name)
+    return narrow if isinstance(values, jax.Array) else np.asarray(narrow)
+
+
+def _check_values(hash_state, known, by_replica) -> None:
+    checked = [known.get(name) for name in _CHECKED]
+    for x in checked:
+        if isinstance(x, Tracer) or (
+            isinstance(x, jax.Array) and not x.is_fully_addressable
+        ):
+            return  # not known here
+    arrays = [None if x is None else np.asarray(x) for x in checked]
+    if not by_replica:
+        check_values(hash_state.vocab_size, *arrays)
+        return
+    for replica in range(len(known["input_ids"])):
+        check_values(
+            hash_state.vocab_size, *(None if x is None else x[replica] for x in arrays)
+        )

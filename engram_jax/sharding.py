@@ -1,0 +1,468 @@
+"""Engram on a device mesh: axes, partition specs, and arrays made shard by shard."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from . import mxfp8
+from .layout import EngramLayout
+from .shards import (
+    Cut,
+    Exchange,
+    IdsExchange,
+    RowFormat,
+    TableShards,
+    choose_exchange,
+    choose_ids_exchange,
+)
+
+TENSOR_AXIS = "tp"
+DATA_AXIS = "dp"
+
+Axes = str | Sequence[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngramSharding:
+    """Say how tables, projections and tokens lie on a mesh, and how rows travel.
+
+    Shard number = tp_rank * dp_size + dp_rank: a gather over the data axis brings
+    consecutive columns together, and one over the tensor axis completes the order.
+    Tokens lie over the data axis; with `sequence_parallel` each replica's tokens lie
+    over its tensor axis too. Axes of size 1 take part in nothing.
+
+    `EngramSharding.on` chooses and checks; it is hashable, so that it can be a static
+    argument of a jitted function.
+
+    Attributes:
+      mesh: The devices; only names and sizes of its axes matter for the result.
+      shards: Rows of each shard, by layer.
+      tensor_axes: Mesh axes of tensor parallelism, those of size 1 left out.
+      data_axes: Mesh axes that tokens lie over, those of size 1 left out.
+      table_axes: Mesh axes that tables are cut over, in the shards' order.
+      exchange: How rows come back: "all_gather" (columns from all shards; where tokens
+        are split over these shards, each then selects its own), "all_to_all" (each
+        shard sends each replica its own tokens' columns), "all_reduce" or
+        "reduce_scatter" (row shards: their answers are added up).
+      row_format: "packed" (D + D/32 bytes a row) or "bfloat16". A float table's rows
+        travel in its own dtype.
+      ids_exchange: How ids come to the shards over the data axis.
+      sequence_parallel: Whether tokens lie over the tensor axis too.
+      shard_projection: Whether `wkv` is cut by output columns over the tensor axis.
+      reasons: Why each of these was chosen, by name.
+    """
+
+    mesh: Mesh
+    shards: TableShards
+    tensor_axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
+    table_axes: tuple[str, ...]
+    exchange: Exchange
+    row_format: RowFormat
+    ids_exchange: IdsExchange
+    sequence_parallel: bool
+    shard_projection: bool
+    reasons: tuple[tuple[str, str], ...] = dataclasses.field(compare=False)
+
+    @classmethod
+    def on(
+        cls,
+        mesh: Mesh,
+        layout: EngramLayout,
+        *,
+        tensor_axis: Axes = TENSOR_AXIS,
+        data_axis: Axes = DATA_AXIS,
+        spread: bool = True,
+        cut: Cut | None = None,
+        exchange: Exchange | None = None,
+        row_format: RowFormat = "packed",
+        ids_exchange: IdsExchange | None = None,
+        sequence_parallel: bool = False,
+        shard_projection: bool | None = None,
+    ) -> "EngramSharding":
+        """Choose how Engram lies on a mesh; what is None is chosen, with a reason.
+
+        Args:
+          mesh: The devices, with Auto or Explicit axes.
+          layout: Rows and columns of each layer.
+          tensor_axis: Name (or names) of the tensor-parallel mesh axis; None for none.
+          data_axis: Name (or names) of the axis that tokens lie over; None for none.
+          spread: Cut the tables over the data axis too. False keeps a copy for each
+            replica, and nothing travels between replicas.
+          cut: "heads" or "rows".
+          exchange: One of the four forms that suits the cut.
+          row_format: "packed" or "bfloat16".
+          ids_exchange: "all_gather" or "all_to_all" (columns of ids to their shard).
+          sequence_parallel: Whether tokens lie over the tensor axis too.
+          shard_projection: Whether `wkv` is cut by output columns over the tensor
+            axis; None does so without sequence parallelism, where each rank's own
+            tokens are a smaller share of work already.
+
+        Returns:
+          The sharding.
+
+        Raises:
+          ValueError: The mesh lacks an axis, the shard count does not suit the cut, or
+            a choice is unknown or contradicts another.
+        """
+        tensor = _axes(mesh, tensor_axis, "tensor_axis")
+        data = _axes(mesh, data_axis, "data_axis")
+        both = set(tensor) & set(data)
+        if both:
+            raise ValueError(
+                f"mesh axis {sorted(both)[0]!r} is named as tensor_axis and as "
+                "data_axis; an axis can be one of them"
+            )
+        table_axes = tensor + (data if spread else ())
+        count = math.prod(mesh.shape[axis] for axis in table_axes)
+        shards = TableShards.choose(layout, count, cut)
+        split = bool(set(data) & set(table_axes)) or (
+            sequence_parallel and bool(tensor)
+        )
+        exchange, why = choose_exchange(shards.cut, split, exchange)
+        replicas = math.prod(mesh.shape[a] for a in data if a in table_axes)
+        ids_exchange, why_ids = choose_ids_exchange(shards.cut, replicas, ids_exchange)
+        if row_format not in get_args(RowFormat):
+            raise ValueError(
+                f"row_format is {row_format!r}; it must be 'packed' (the stored bytes) "
+                "or 'bfloat16'"
+            )
+        if shard_projection is None:
+            shard_projection = not sequence_parallel
+        return cls(
+            mesh=mesh,
+            shards=shards,
+            tensor_axes=tensor,
+            data_axes=data,
+            table_axes=table_axes,
+            exchange=exchange,
+            row_format=row_format,
+            ids_exchange=ids_exchange,
+            sequence_parallel=sequence_parallel and bool(tensor),
+            shard_projection=shard_projection and bool(tensor),
+            reasons=(
+                ("cut", shards.reason),
+                ("exchange", why),
+                ("ids_exchange", why_ids),
+            ),
+        )
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Count the devices along mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Name the mesh axes that tokens of the hidden states lie over."""
+        return self.data_axes + (self.tensor_axes if self.sequence_parallel else ())
+
+    @property
+    def row_token_axes(self) -> tuple[str, ...]:
+        """Name the mesh axes that tokens of the fetched rows lie over."""
+        return self.data_axes if self.shard_projection else self.token_axes
+
+    @property
+    def tokens(self) -> P:
+        """Give the partition spec of anything by token: [T, ...]."""
+        return _spec(self.token_axes)
+
+    @property
+    def replica(self) -> P:
+        """Give the partition spec of what each replica has whole, such as its ids."""
+        return _spec(self.data_axes)
+
+    @property
+    def rows(self) -> P:
+        """Give the partition spec of fetched rows [T, L, C, W]."""
+        return _spec(self.row_token_axes)
+
+    @property
+    def table(self) -> P:
+        """Give the partition spec of a table's values [R, D] and scales [R, D/32]."""
+        return _spec(self.table_axes)
+
+    @property
+    def projection(self) -> P:
+        """Give the partition spec of wkv weight [N, C*D] and scale [N/32, C*D/32]."""
+        return _spec(self.tensor_axes if self.shard_projection else ())
+
+    def pad_tokens(self, num_tokens: int) -> int:
+        """Round a token count up to one that splits evenly over the devices.
+
+        Args:
+          num_tokens: T, of all replicas together.
+
+        Returns:
+          The count that hashes, rows and hidden states are padded to inside.
+        """
+        pieces = self.size(self.token_axes)
+        return -(-num_tokens // pieces) * pieces
+
+    def padded_width(self, width: int) -> int:
+        """Round a projection's output width up to whole blocks on every device.
+
+        Args:
+          width: N = (M + 1) * E.
+
+        Returns:
+          The width of the stored weight; columns past N are zeros, and dropped.
+        """
+        if not self.shard_projection:
+            return width
+        unit = mxfp8.BLOCK * self.size(self.tensor_axes)
+        return -(-width // unit) * unit
+
+    def named(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
+        """Put a partition spec on the mesh.
+
+        Args:
+          spec: The partition spec.
+          memory_kind: As of `jax.sharding.NamedSharding`.
+
+        Returns:
+          The sharding, for `jax.device_put`, `jit` and `make_array_from_callback`.
+        """
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+
+    def owned_rows(self, layer: int) -> Iterator[tuple[int, int]]:
+        """List the row ranges that this process's devices hold, each once.
+
+        Args:
+          layer: The layer's index, from 0.
+
+        Yields:
+          First row and one past the last, in the shards' order; empty shards are
+          left out.
+        """
+        rows = self.shards.rows_per_shard[layer]
+        total = self.shards.num_rows(layer)
+        indices = self.named(self.table).addressable_devices_indices_map((total,))
+        owned = {(index[0].start or 0) // rows for index in indices.values() if index}
+        for shard in sorted(owned):
+            start, end = self._range(layer, shard)
+            if end > start:
+                yield start, end
+
+    def place_table(
+        self,
+        layer: int,
+        read: Callable[[int, int], np.ndarray],
+        width: int,
+        dtype: Any,
+        *,
+        memory_kind: str | None = None,
+    ) -> Array:
+        """Make a table's device array of its shards, reading only this process's rows.
+
+        A shard smaller than the largest is padded with zero bytes.
+
+        Args:
+          layer: The layer's index, from 0.
+          read: Gives the table's rows [start, end); may be a view of a mapped file.
+          width: Columns of the array: D of the values, D/32 of the scales.
+          dtype: Of the array.
+          memory_kind: As of `jax.sharding.NamedSharding`.
+
+        Returns:
+          [S * rows_per_shard, width], cut over `table_axes`.
+        """
+        rows = self.shards.rows_per_shard[layer]
+
+        def shard(index):
+            start, end = self._range(layer, (index[0].start or 0) // rows)
+            if end - start == rows:
+                return read(start, end)
+            # Zero pages cost nothing until they are written, so padding is free.
+            padded = np.zeros((rows, width), dtype)
+            if end > start:
+                padded[: end - start] = read(start, end)
+            return padded
+
+        shape = (self.shards.num_rows(layer), width)
+        place = self.named(self.table, memory_kind)
+        return jax.make_array_from_callback(shape, place, _once_per_shard(shard), dtype)
+
+    def place(
+        self, array: np.ndarray | Array, spec: P, pad_to: int | None = None
+    ) -> Array:
+        """Put an array, known whole in every process, on the mesh.
+
+        Args:
+          array: The values.
+          spec: Its partition spec.
+          pad_to: Pad the first axis with zero bytes to this length.
+
+        Returns:
+          The device array; each process puts only its own shards.
+        """
+        known = np.asarray(array)
+        if pad_to is not None and pad_to > len(known):
+            padded = np.zeros((pad_to, *known.shape[1:]), known.dtype)
+            padded[: len(known)] = known
+            known = padded
+        return jax.make_array_from_callback(
+            known.shape, self.named(spec), lambda index: known[index], known.dtype
+        )
+
+    def check_memory(
+        self, bytes_per_row: int, limit: int | None = None, what: str = "device"
+    ) -> int:
+        """Refuse tables that no device could hold, before anything is allocated.
+
+        Args:
+          bytes_per_row: Bytes of a row, D + D/32 for FP8.
+          limit: Bytes that each device may give to tables; None asks the devices,
+            and checks nothing where they do not say (CPUs).
+          what: Whose memory it is, for the message.
+
+        Returns:
+          The bytes that each device gives to the tables of all layers.
+
+        Raises:
+          ValueError: They are more than the limit.
+        """
+        needed = sum(self.shards.rows_per_shard) * bytes_per_row
+        if limit is None:
+            limits = [
+                (device.memory_stats() or {}).get("bytes_limit")
+                for device in self.mesh.local_devices
+            ]
+            limit = min((known for known in limits if known), default=None)
+        if limit is not None and needed > limit:
+            enough = -(-needed * self.shards.num_shards // limit)
+            raise ValueError(
+                f"the Engram tables take {needed:,} bytes on each {what} over "
+                f"{self.shards.num_shards} shards, and it has {limit:,}. About "
+                f"{enough} devices would do (a larger tensor axis, or spread=True over "
+                "the data axis), or a placement in host memory or a mapped file"
+            )
+        return needed
+
+    def reshard(self, x: Array, spec: P) -> Array:
+        """Lay an array out by a spec, inside jit or not, on Auto and Explicit meshes.
+
+        Args:
+          x: The array.
+          spec: Its partition spec; every sharded axis must divide.
+
+        Returns:
+          The same values.
+        """
+        mesh = self.context_mesh()
+        explicit = {
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        }
+        if not explicit:
+            return x  # shard_map reshards by itself, and XLA what follows
+        # A spec may name Explicit axes only; Auto ones are the compiler's.
+        named = [_only(entry, explicit) for entry in spec]
+        return jax.reshard(x, NamedSharding(mesh, P(*named)))
+
+    def context_mesh(self) -> Any:
+        """Give the mesh to trace for: that of `jax.set_mesh` if one is set, else ours.
+
+        Raises:
+          ValueError: The mesh that is set has other axes.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty:
+            return self.mesh
+        if dict(context.shape) != dict(self.mesh.shape):
+            raise ValueError(
+                f"the mesh in use (jax.set_mesh) has axes {dict(context.shape)}; the "
+                f"Engram tables lie on {dict(self.mesh.shape)}. Use one mesh for both"
+            )
+        return context
+
+    def shard_map(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Run a function on every device with its shards, over all mesh axes.
+
+        Args:
+          body: The function of local arrays.
+          in_specs: A partition spec, or a tree prefix of them, for each argument.
+          out_specs: Those of the results.
+
+        Returns:
+          The function of whole arrays. Arguments are laid out by `in_specs` first.
+        """
+
+        def call(*arguments):
+            arguments = tuple(
+                jax.tree.map(
+                    lambda spec, part: jax.tree.map(
+                        lambda x: self.reshard(jnp.asarray(x), spec), part
+                    ),
+                    spec,
+                    argument,
+                    is_leaf=lambda node: isinstance(node, P),
+                )
+                for spec, argument in zip(in_specs, arguments, strict=True)
+            )
+            # Interpreted kernels run only without the check. Gradients are exact in
+            # either case, since differentiation is outside of the map.
+            mapped = jax.shard_map(
+                body,
+                mesh=self.context_mesh(),
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=False,
+            )
+            return mapped(*arguments)
+
+        return call
+
+    def _range(self, layer: int, shard: int) -> tuple[int, int]:
+        return (
+            int(self.shards.row_start[layer, shard]),
+            int(self.shards.row_end[layer, shard]),
+        )
+
+
+def _spec(axes: tuple[str, ...]) -> P:
+    return P(axes) if axes else P()
+
+
+def _only(entry: Any, names: set[str]) -> Any:
+    if entry is None:
+        return None
+    kept = tuple(
+        n for n in ((entry,) if isinstance(entry, str) else entry) if n in names
+    )
+    return kept or None
+
+
+def _axes(mesh: Mesh, axes: Axes, argument: str) -> tuple[str, ...]:
+    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    for name in names:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"the mesh has axes {dict(mesh.shape)} and none named {name!r}; name "
+                f"the right one with {argument}=..., or {argument}=None for none"
+            )
+    return tuple(name for name in names if mesh.shape[name] > 1)
+
+
+def _once_per_shard(shard: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Read a shard once for all of this process's devices that hold a copy of it."""
+    last: dict[int, np.ndarray] = {}
+
+    def read(index):
+        start = index[0].start or 0
+        if start not in last:
+            last.clear()
+            last[start] = shard(index)
+        return last[start]
+
+    return read
