@@ -113,12 +113,12 @@ def test_compiles_for_hopper(tokens, history):
     weights = [aot.operand((rows, 256), jnp.float8_e4m3fn) for rows in layout.num_rows]
     scales = [aot.operand((rows, 8), jnp.uint8) for rows in layout.num_rows]
     compiled = aot.compile_for_hopper(
-        lambda *tables, **batch: decode_front_end_pallas.decode_front_end_pallas(
-            *tables, **batch, **static
+        lambda weights, scales, batch: decode_front_end_pallas.decode_front_end_pallas(
+            weights, scales, **batch, **static
         ),
         weights,
         scales,
-        **batch,
+        batch,
     )
     shapes = [out.shape for out in compiled.out_info]
     assert shapes == [(8 if tokens == 1 else 16, 6144)] * 2

@@ -173,11 +173,7 @@ def test_compiles_for_hopper(tokens, history):
     batch, block_size = operands(
         random_batch(0, tokens, 1 + tokens // 64, 4, **history)
     )
-    static = {
-        "layout": layout,
-        "pad_id": PAD_ID,
-        "block_size": batch.pop("block_size", 0),
-    }
+    static = {"layout": layout, "pad_id": PAD_ID, "block_size": block_size}
     compiled = aot.compile_for_hopper(
         lambda batch: ngram_hash_pallas.ngram_hash_pallas(**batch, **static), batch
     )
