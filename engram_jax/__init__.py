@@ -5,7 +5,7 @@ from . import mxfp8 as mxfp8
 from .batching import bucket_size as bucket_size
 from .batching import pad_batch as pad_batch
 from .checkpoint import load_engram as load_engram
-from .checkpoint import save_engram as save_engram
+from .checkpoint_writer import save_engram as save_engram
 from .config import EngramConfig as EngramConfig
 from .constant import Constant as Constant
 from .embedding import ParallelEngramEmbedding as ParallelEngramEmbedding
