@@ -158,18 +158,19 @@ class Engram(nnx.Module):
         return self.embedding(hash_ids)
 
     def project(
-        self, rows: Float[Array, "T C D"] | UInt8[Array, "T C P"] | kernels.OrderedRows
+        self, rows: Float[Array, "T ..."] | UInt8[Array, "T C P"] | kernels.OrderedRows
     ) -> BFloat16[Array, "T N"]:
         """Project rows to M keys and one value: `kernels.wkv`.
 
         Args:
-            rows: each token's rows.
+            rows: each token's rows, as `rows` or `kernels.ngram_rows` give them.
 
         Returns:
             bfloat16 [T, (M+1)*E].
         """
         scale = None if self.wkv_scale is None else self.wkv_scale[...]
         if self.sharding is not None:
+            assert not isinstance(rows, kernels.OrderedRows)  # those are of one device
             return mesh_layer.project(
                 self.sharding,
                 rows,

@@ -180,11 +180,9 @@ class EngramStack(nnx.Module):
     def _fused_rows(self, operands):
         """All layers' rows by the kernel that also hashes, where that is faster."""
         tables = [layer.embedding for layer in self._layers]
-        backends: set[kernels.Backend | None] = {
-            layer.backend for layer in self._layers
-        }
-        backends |= {table.backend for table in tables} | {self.hash_state.backend}
-        if len(backends) > 1 or any(
+        parts = [*tables, *self._layers, self.hash_state]
+        backend = self.hash_state.backend
+        if any(part.backend != backend for part in parts) or any(
             table.scale is None or layer.wkv_scale is None
             for table, layer in zip(tables, self._layers, strict=True)
         ):
@@ -193,7 +191,7 @@ class EngramStack(nnx.Module):
             [table.weight[...] for table in tables],
             [table.scale[...] for table in tables],
             **operands,
-            backend=backends.pop(),
+            backend=backend,
         )
 
     def replica_batch(

@@ -7,6 +7,8 @@ from .ids import narrow_ids as narrow_ids
 from .lookup import lookup as lookup
 from .lookup import lookup_packed as lookup_packed
 from .ngram_hash import ngram_hash as ngram_hash
+from .ngram_rows import ngram_rows as ngram_rows
+from .wkv import OrderedRows as OrderedRows
 from .wkv import dequantize_weight as dequantize_weight
 from .wkv import quantize_weight as quantize_weight
 from .wkv import wkv as wkv

@@ -131,13 +131,22 @@ def wkv_sizes(tokens: int, out_width: int, in_width: int) -> WkvSizes:
     return WkvSizes(128, 128, 4, padded)
 
 
-def wkv_prefers_library(tokens: int) -> bool:
+def wkv_prefers_library(tokens: int, *, expanded: bool = True) -> bool:
     """Say whether a bfloat16 product by the library beats `wkv_pallas` at this T.
 
     The kernel reads the weight's bytes and is bound by memory up to its crossover; from
-    there on arithmetic decides, and the library's product does that better, at the
-    price of one bfloat16 copy of the weight.
+    there on arithmetic decides, and the library's product does that better. Without a
+    bfloat16 copy of the weight at hand that product first makes one, which takes about
+    as long as the kernel takes for 256 tokens.
+
+    Args:
+        tokens: T.
+        expanded: whether such a copy is at hand.
+
+    Returns:
+        Whether to use the library's product.
     """
-    default = {"kernel_up_to_tokens": 64}
-    crossover = tuned_table(_device()[0]).get("wkv_crossover", default)
-    return tokens > crossover["kernel_up_to_tokens"]
+    default = {"kernel_up_to_tokens": 64, "kernel_up_to_tokens_unexpanded": 320}
+    crossover = default | tuned_table(_device()[0]).get("wkv_crossover", {})
+    name = "kernel_up_to_tokens" + ("" if expanded else "_unexpanded")
+    return tokens > crossover[name]

@@ -1,8 +1,11 @@
 """The projection of a token's rows to keys and value."""
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, UInt8
@@ -14,8 +17,46 @@ from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 _MIN_ROWS = 16
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OrderedRows:
+    """Rows whose columns lie as the GPU projection reads its weight.
+
+    `ngram_rows` makes them, for `wkv`.
+
+    Attributes:
+        values: bfloat16 [T or more, C*D]; what lies beyond T is not used.
+        tokens: T.
+    """
+
+    # Not typed further: JAX builds pytrees of placeholders, too.
+    values: Any
+    tokens: int = dataclasses.field(metadata={"static": True})
+
+
+def library_reason(tokens: int, *, expanded: bool = True) -> str | None:
+    """Say why, at this T, the library's bfloat16 product is faster than the kernel.
+
+    Args:
+        tokens: T.
+        expanded: whether a bfloat16 copy of the weight is there to be multiplied.
+
+    Returns:
+        The reason, or None where the FP8 kernel is the faster one.
+    """
+    from . import block_sizes
+
+    if not block_sizes.wkv_prefers_library(tokens, expanded=expanded):
+        return None
+    return f"the library's bfloat16 product is faster for {tokens} tokens"
+
+
 def _flat_rows(rows) -> Array:
     """Rows as bfloat16 [T, C*D], whichever form they came in."""
+    if isinstance(rows, OrderedRows):
+        from . import wkv_pallas
+
+        return wkv_pallas.unpermute_columns(rows.values[: rows.tokens])
     if rows.dtype == jnp.uint8:
         rows = mxfp8.dequantize(*mxfp8.unpack(rows))
     # Not -1, which a batch of no rows leaves open.
@@ -137,6 +178,8 @@ def _check_weight(weight, scale) -> None:
 
 def _check(rows, weight, scale) -> None:
     _check_weight(weight, scale)
+    if isinstance(rows, OrderedRows):
+        rows = rows.values
     if rows.dtype == jnp.uint8:
         packed_width = mxfp8.BLOCK + 1
         if rows.ndim != 3 or rows.shape[2] % packed_width:
@@ -166,10 +209,12 @@ def wkv(
     rows: BFloat16[Array, "T CD"]
     | BFloat16[Array, "T C D"]
     | UInt8[Array, "T C P"]
-    | Float[Array, "T ..."],
+    | Float[Array, "T ..."]
+    | OrderedRows,
     weight: Float8e4m3fn[Array, "N CD"] | UInt8[Array, "N CD"] | Float[Array, "N CD"],
     scale: UInt8[Array, "NB KB"] | Array | None,
     *,
+    expanded: BFloat16[Array, "N CD"] | None = None,
     backend: Backend | None = None,
 ) -> BFloat16[Array, "T N"]:
     """Project a token's rows, concatenated, to M keys and one value of width E.
@@ -179,7 +224,9 @@ def wkv(
     N = (M + 1) * E.
 
     Cost: 2 T N C D operations; at small T the time is that of reading `weight` once.
-    The XLA form makes one bfloat16 copy of the weight; the GPU kernel makes none.
+    On a GPU the FP8 kernel runs up to the T at which the library's bfloat16 product
+    becomes faster. That product multiplies `expanded`, or else a copy of the weight
+    that each call makes.
 
     Gradient: with respect to `rows` in bfloat16 or float32. An FP8 weight and packed
     rows are constants. Without scales the weight is a float array, cast to bfloat16 for
@@ -187,10 +234,12 @@ def wkv(
 
     Args:
         rows: bfloat16 (or float32, rounded to bfloat16) [T, C*D] or [T, C, D], or
-            packed uint8 [T, C, D + D/32] as `lookup_packed` gives them.
+            packed uint8 [T, C, D + D/32] as `lookup_packed` gives them, or
+            `OrderedRows`.
         weight: float8_e4m3fn [N, C*D] or its bytes; or bfloat16 or float32 with
             `scale=None`.
         scale: E8M0 bytes [ceil(N/32), C*D/32], one per 32x32 block, or None.
+        expanded: `dequantize_weight(weight, scale)`, if the caller keeps it.
         backend: None, "pallas", "xla" or "pallas_interpret".
 
     Returns:
@@ -208,25 +257,40 @@ def wkv(
         Array(64, dtype=bfloat16)
     """
     _check(rows, weight, scale)
-    if rows.dtype == jnp.float32:
-        rows = rows.astype(jnp.bfloat16)
+    values: Any = rows.values if isinstance(rows, OrderedRows) else rows
+    tokens = rows.tokens if isinstance(rows, OrderedRows) else values.shape[0]
+    if values.dtype == jnp.float32:
+        rows = values = values.astype(jnp.bfloat16)
 
     def unsupported_reason(interpret):
         if scale is None:
             return "the weight is not FP8"
+        if backend is None:
+            reason = library_reason(tokens, expanded=expanded is not None)
+            if reason is not None:
+                return reason
         from . import wkv_pallas
 
-        return wkv_pallas.unsupported_reason(rows, weight, scale, interpret=interpret)
+        return wkv_pallas.unsupported_reason(values, weight, scale, interpret=interpret)
 
     chosen = resolve_backend("wkv", backend, unsupported_reason)
     if scale is None:
         return _product(_flat_rows(rows), weight.astype(jnp.bfloat16))
-    weight, scale = lax.stop_gradient((weight, mxfp8.scale_bytes(scale)))
+    weight, scale, expanded = lax.stop_gradient(
+        (weight, mxfp8.scale_bytes(scale), expanded)
+    )
     if chosen == "xla":
+        if expanded is not None:
+            return _product(_flat_rows(rows), expanded)
         return _wkv_xla(rows, weight, scale)
     from . import wkv_pallas  # here, since importing Pallas takes a second
 
+    if isinstance(
+        rows, OrderedRows
+    ):  # of constant tables: there is nothing to differentiate
+        kernel = functools.partial(wkv_pallas.wkv_permuted, tokens=tokens)
+        return jax.custom_batching.sequential_vmap(kernel)(values, weight, scale)
     kernel = functools.partial(
         wkv_pallas.wkv_pallas, interpret=chosen == "pallas_interpret"
     )
-    return kernel_with_xla_gradient(kernel, _wkv_xla)(rows, weight, scale)
+    return kernel_with_xla_gradient(kernel, _wkv_xla)(values, weight, scale)

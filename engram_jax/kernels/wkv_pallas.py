@@ -141,6 +141,13 @@ def scale_at(warp, quarter, part: int):
     return warp // 2, quarter // 2 + 2 * part
 
 
+def unpermute_columns(rows: jax.Array) -> jax.Array:
+    """Undo `permute_columns`, for [T, K] with K a multiple of 64."""
+    tokens, width = rows.shape
+    split = rows.reshape(tokens, width // _PERMUTED, 4, 2, 4, 2)
+    return split.transpose(0, 1, 4, 2, 5, 3).reshape(rows.shape)
+
+
 # ---- per-thread code -----------------------------------------------------------------
 
 
@@ -158,6 +165,19 @@ def _lanes() -> tuple[Word, Word, Word]:
     """Give a thread's warp, and its place there: row of 8, quarter of 64 columns."""
     thread = thread_index()
     return thread // 32, thread % 32 // 4, thread % 4
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(_WEIGHT_TILE),))
+def _fill_with_ones(ctx, tile):
+    """Write e4m3 ones to shared memory [8, 128]; all are alike, so any order does."""
+    del ctx
+    thread = thread_index()
+    two, eight = ((2,), _i32()), ((8,), ir.MemRefType(tile.type).element_type)
+    word = Word.of(0x38383838).value
+    ones = vector.from_elements(ir.VectorType.get(*two), [word, word])
+    ones = vector.bitcast(ir.VectorType.get(*eight), ones)
+    at = (0, 0, thread // 16, thread % 16 * 8)
+    vector.store(ones, tile, [_index(i) for i in at])
 
 
 def _make_finds_large_scale(row_bytes: int) -> Callable[..., Any]:
@@ -308,7 +328,7 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
     finds_large_scale = _make_finds_large_scale(scale_width)
 
     def wkv(
-        rows_ref, weight_ref, scale_ref, ones_ref, out_ref,
+        rows_ref, weight_ref, scale_ref, out_ref,
         weight_ring, rows_ring, ones, scales, filled, read, scaled, ones_filled,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -318,7 +338,6 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
 
         def copy_all():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(ones_ref, ones, ones_filled)
 
             @pl.loop(0, rounds)
             def _(r):
@@ -392,6 +411,13 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
 
         def multiply_all():
             plgpu.set_max_registers(_REGISTERS[warpgroups], action="increase")
+
+            @pl.when(wg == 0)
+            def _():
+                _fill_with_ones(ones)
+                plgpu.commit_smem()  # the tensor cores read it next
+                plgpu.barrier_arrive(ones_filled)
+
             plgpu.barrier_wait(ones_filled)
 
             @pl.loop(0, rounds)
@@ -433,7 +459,7 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
             ),
             plgpu.Barrier(),
         ],
-    )(rows, weight, scale, jnp.ones((8, _TILE), f8))
+    )(rows, weight, scale)
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "sizes"))
