@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +18,12 @@ Lookup = Callable[[Array, Array, Array], Array]
 """Reads rows of a local shard: (ids [T, c], row_start, row_end) -> [T, c, W]."""
 
 
-@runtime_checkable
-class Table(Protocol):
-    """What `ParallelEngramEmbedding` has."""
-
-    weight: Any
-    scale: Any
-    storage: Any
-    backend: kernels.Backend | None
-
-
 def fetch_rows(
     sharding: EngramSharding,
-    tables: Sequence[Table],
+    tables: Sequence[Any],
     hash_ids: Int32[Array, "T L C"],
     layers: Sequence[int] | None = None,
-) -> UInt8[Array, "T L C P"] | Float[Array, "T L C D"]:
+) -> UInt8[Array, "S L C P"] | Float[Array, "S L C D"]:
     """Fetch the rows of all layers for all tokens, with one exchange.
 
     Each shard looks up what it holds of every token that it serves; `exchange` in
@@ -46,7 +36,7 @@ def fetch_rows(
 
     Args:
         sharding: how tables and tokens lie on the mesh.
-        tables: the embeddings of the layers, all FP8 or all float.
+        tables: `ParallelEngramEmbedding` of each layer, all FP8 or all float.
         hash_ids: rows of each token, any T: the tokens of all replicas, in order.
         layers: the index of each table's layer; None for all of the model's.
 
@@ -82,7 +72,7 @@ def fetch_rows(
 
 
 def _look_up(
-    row_format: str, table: Table, weight: Any, scale: Any, ids, row_start, row_end
+    row_format: str, table: Any, weight: Any, scale: Any, ids, row_start, row_end
 ):
     """Rows of this device's shard, in the format that travels."""
     if weight is None:
@@ -90,7 +80,7 @@ def _look_up(
         rows = table.storage.lookup_packed(jnp.where(owned, ids, -1))
         return rows if row_format == "packed" else mxfp8.dequantize(*mxfp8.unpack(rows))
     packed = scale is not None and row_format == "packed"
-    lookup = kernels.lookup_packed if packed else kernels.lookup
+    lookup: Any = kernels.lookup_packed if packed else kernels.lookup
     return lookup(
         weight, scale, ids, row_start=row_start, row_end=row_end, backend=table.backend
     )
@@ -287,7 +277,7 @@ scatter_sum_bits.defvjp(
 
 
 def pad_tokens(
-    sharding: EngramSharding, x: Array, padded: int, fill: float | bool = 0
+    sharding: EngramSharding, x: Array, padded: int, fill: int | float | bool = 0
 ) -> Array:
     """Pad the token axis, so that it splits evenly over the devices.
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -60,7 +60,7 @@ class EngramSharding:
       reasons: Why each of these was chosen, by name.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     shards: TableShards
     tensor_axes: tuple[str, ...]
     data_axes: tuple[str, ...]
@@ -70,12 +70,12 @@ class EngramSharding:
     ids_exchange: IdsExchange
     sequence_parallel: bool
     shard_projection: bool
-    reasons: tuple[tuple[str, str], ...] = dataclasses.field(compare=False)
+    reasons: tuple[tuple[str, str], ...] = dataclasses.field(compare=False, repr=False)
 
     @classmethod
     def on(
         cls,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         layout: EngramLayout,
         *,
         tensor_axis: Axes = TENSOR_AXIS,
@@ -91,7 +91,8 @@ class EngramSharding:
         """Choose how Engram lies on a mesh; what is None is chosen, with a reason.
 
         Args:
-          mesh: The devices, with Auto or Explicit axes.
+          mesh: The devices, with Auto or Explicit axes. An abstract mesh will do to
+            plan, but holds no arrays.
           layout: Rows and columns of each layer.
           tensor_axis: Name (or names) of the tensor-parallel mesh axis; None for none.
           data_axis: Name (or names) of the axis that tokens lie over; None for none.
@@ -443,7 +444,7 @@ def _only(entry: Any, names: set[str]) -> Any:
     return kept or None
 
 
-def _axes(mesh: Mesh, axes: Axes, argument: str) -> tuple[str, ...]:
+def _axes(mesh: Mesh | AbstractMesh, axes: Axes, argument: str) -> tuple[str, ...]:
     names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if name not in mesh.shape:

@@ -52,10 +52,10 @@ class TableShards:
     num_shards: int
     n_hash_cols: int
     columns: int
-    row_start: npt.NDArray[np.int64]
-    row_end: npt.NDArray[np.int64]
+    row_start: npt.NDArray[np.int64] = dataclasses.field(repr=False)
+    row_end: npt.NDArray[np.int64] = dataclasses.field(repr=False)
     rows_per_shard: tuple[int, ...]
-    reason: str
+    reason: str = dataclasses.field(repr=False)
 
     @classmethod
     def choose(
