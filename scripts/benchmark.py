@@ -1,0 +1,86 @@
+"""Measures the library, appends the numbers with their origin, and judges them.
+
+    python scripts/benchmark.py --device cpu
+    python scripts/benchmark.py --device cpu --suites hash import
+    python scripts/benchmark.py --device cpu --markdown      the last results as a table
+
+Results go to scripts/benchmark_results/<device>.jsonl, one line of JSON each, with
+every sample, the commit, the machine and the versions. Exit code 1: a requirement does
+not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+DEVICES = {"cpu": "benchmark_cpu", "gpu": "benchmark_gpu"}
+"""The module of each device: it has `SUITES`, functions that yield results, by name."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description="Measure the library on a device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=sorted(DEVICES), required=True, help="what to measure on")
+    add("--suites", nargs="+", metavar="SUITE", help="some of them; none: all")
+    add("--output", type=Path, help="JSONL file; none: scripts/benchmark_results/..")
+    add(
+        "--markdown",
+        action="store_true",
+        help="measure nothing: print the last results",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the suites; returns the exit code."""
+    options = parse_arguments(arguments)
+    import jax
+
+    if options.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    import benchmark_record
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    suites = importlib.import_module(DEVICES[options.device]).SUITES
+    chosen = options.suites or list(suites)
+    if unknown := [name for name in chosen if name not in suites]:
+        print(
+            f"error: no suite {', '.join(unknown)}; there are {', '.join(suites)}",
+            file=sys.stderr,
+        )
+        return 2
+    output = options.output or benchmark_record.results_file(
+        jax.devices()[0].device_kind
+    )
+    if options.markdown:
+        results = benchmark_record.latest(output)
+        print(benchmark_record.markdown(r for r in results if r.suite in chosen))
+        return 0
+
+    origin = benchmark_record.provenance()
+    failed = 0
+    for name in chosen:
+        with console.status(f"Measuring {name}"):
+            for result in suites[name]():
+                benchmark_record.append(output, [result], origin)
+                verdict = {None: "", True: "[green]holds[/]", False: "[red]FAILS[/]"}
+                required = f" ({result.required})" if result.required else ""
+                console.print(
+                    f"{result.name}: {result.value:.4g} {result.unit}"
+                    f"{required} {verdict[result.holds]}"
+                )
+                failed += result.holds is False
+    console.print(f"Appended to {output}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
