@@ -69,8 +69,8 @@ def tuned_table(kind: str) -> dict[str, Any]:
         kind: as JAX spells it, "NVIDIA H200".
 
     Returns:
-        The parsed JSON: "provenance", "wkv_crossover", and a list of entries for each
-        operation, each with "shape", "max_tokens", "sizes" and the time in "us".
+        The parsed JSON: "provenance", "wkv_kernel_up_to_tokens", and for each operation
+        a list of entries with "shape", "max_tokens", "sizes" and the time in "us".
     """
     name = kind.lower().replace(" ", "_") + ".json"
     file = resources.files(__package__) / "tuned" / name
@@ -134,19 +134,15 @@ def wkv_sizes(tokens: int, out_width: int, in_width: int) -> WkvSizes:
 def wkv_prefers_library(tokens: int, *, expanded: bool = True) -> bool:
     """Say whether a bfloat16 product by the library beats `wkv_pallas` at this T.
 
-    The kernel reads the weight's bytes and is bound by memory up to its crossover; from
-    there on arithmetic decides, and the library's product does that better. Without a
-    bfloat16 copy of the weight at hand that product first makes one, which takes about
-    as long as the kernel takes for 256 tokens.
+    The kernel is bound by reading the weight's bytes up to its crossover; from there on
+    arithmetic decides, and the library does that better, at the price of a bfloat16
+    copy of the weight. Where that copy is made for this product alone, making it takes
+    longer than the product, and the crossover lies higher.
 
     Args:
         tokens: T.
-        expanded: whether such a copy is at hand.
-
-    Returns:
-        Whether to use the library's product.
+        expanded: whether the copy is there already.
     """
-    default = {"kernel_up_to_tokens": 64, "kernel_up_to_tokens_unexpanded": 320}
-    crossover = default | tuned_table(_device()[0]).get("wkv_crossover", {})
-    name = "kernel_up_to_tokens" + ("" if expanded else "_unexpanded")
-    return tokens > crossover[name]
+    default = {"expanded": 64, "not_expanded": 128}
+    crossover = tuned_table(_device()[0]).get("wkv_kernel_up_to_tokens", default)
+    return tokens > crossover["expanded" if expanded else "not_expanded"]
