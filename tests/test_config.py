@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +211,7 @@ def test_text_config_that_is_no_object_is_refused():
 
 def test_direct_construction_is_checked_too():
     fields = vars(EngramConfig.from_dict(SMALL))
+    changed: dict[str, Any] = fields | {"head_dim": 33}
     assert EngramConfig(**fields) == EngramConfig.from_dict(SMALL)
     with pytest.raises(ValueError, match="engram_head_dim is 33"):
-        EngramConfig(**fields | {"head_dim": 33})
+        EngramConfig(**changed)
