@@ -14,6 +14,8 @@ from .layer import Engram as Engram
 from .layout import EngramLayout as EngramLayout
 from .layout import compute_hash_multipliers as compute_hash_multipliers
 from .layout import find_next_prime as find_next_prime
+from .mesh_stack import pad_replicas as pad_replicas
+from .sharding import EngramSharding as EngramSharding
 from .stack import EngramBatch as EngramBatch
 from .stack import EngramStack as EngramStack
 from .vocabulary import build_compressed_token_map as build_compressed_token_map

@@ -52,6 +52,8 @@ def fetch_rows(
     _check(sharding, tables, hash_ids, layers)
     padded = sharding.pad_tokens(hash_ids.shape[0])
     hash_ids = pad_tokens(sharding, hash_ids, padded, fill=-1)
+    if padded == 0:  # no collective takes empty arrays
+        return _no_rows(sharding, tables)
     arrays = [
         (
             None if table.weight is None else table.weight[...],
@@ -69,6 +71,16 @@ def fetch_rows(
 
     call = sharding.shard_map(body, (sharding.table, sharding.replica), sharding.rows)
     return call(arrays, hash_ids)
+
+
+def _no_rows(sharding, tables) -> Any:
+    table, dtype = tables[0], jnp.bfloat16
+    width = table.head_dim
+    if table.weight is not None and table.scale is None:
+        dtype = table.weight.dtype
+    elif sharding.row_format == "packed":
+        width, dtype = width + width // mxfp8.BLOCK, jnp.uint8
+    return jnp.zeros((0, len(tables), sharding.shards.n_hash_cols, width), dtype)
 
 
 def _look_up(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Bool, Float, UInt8
 
@@ -41,6 +42,8 @@ def project(
         together = columns_to_tokens if sharding.sequence_parallel else gather_columns
         return together(kv, sharding.tensor_axes, width)
 
+    if rows.shape[0] == 0:  # no collective takes empty arrays
+        return jnp.zeros((0, width), jnp.bfloat16)
     rows = pad_tokens(sharding, rows, sharding.pad_tokens(rows.shape[0]))
     specs = (sharding.rows, sharding.projection, sharding.projection)
     return sharding.shard_map(body, specs, sharding.tokens)(rows, weight, scale)
