@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import chex
 import hypothesis
 import jax
 import jaxtyping
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(
     if marked and jax.default_backend() != "gpu":
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in set(marked)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_trace_counts() -> None:
+    """Lets `chex.assert_max_traces` count anew: it knows functions by their address."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture(

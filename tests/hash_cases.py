@@ -68,4 +68,6 @@ def decode(state: NgramHashState, ids, lookback, position=0, **masks):
         lookback_dead_mask=lookback[1],
         **masks,
     )
-    return hashes, state.advance_lookback(*lookback, ids, starts, **masks)
+    return hashes, state.advance_lookback(
+        lookback[0], lookback[1], ids, starts, **masks
+    )

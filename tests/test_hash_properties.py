@@ -98,7 +98,7 @@ def token_ids(name: str) -> st.SearchStrategy[int]:
     return st.one_of(inside, inside, inside, outside)
 
 
-def array_of(draw, elements, *shape, dtype=np.int32) -> np.ndarray:
+def array_of(draw, elements, *shape, dtype: type = np.int32) -> np.ndarray:
     """Draws an array of a fixed shape."""
     size = int(np.prod(shape))
     values = draw(st.lists(elements, min_size=size, max_size=size))
@@ -216,7 +216,7 @@ def test_requests_cut_anywhere_hash_like_whole_ones(name, seed, by_slots):
     """
     rng = np.random.default_rng(seed)
     state, window = named_state(name), SIZES[name][0] - 1
-    texts = [random_ids(rng, name, rng.integers(1, 21)) for _ in range(REQUESTS)]
+    texts = [random_ids(rng, name, int(rng.integers(1, 21))) for _ in range(REQUESTS)]
     dead = [rng.random(len(text)) < 0.1 for text in texts]
     expected = [
         reference.hash_sequence(text, dead_mask=mask, **constants(state))
@@ -262,16 +262,18 @@ def test_requests_cut_anywhere_hash_like_whole_ones(name, seed, by_slots):
                 "block_table": table,
             },
         )
-        before = [np.asarray(part) for part in lookback]
+        before_ids, before_dead = map(np.asarray, lookback)
         lookback = jitted_advance(name)(
-            *lookback,
+            lookback[0],
+            lookback[1],
             ids,
             starts,
             dead_mask=mask,
             num_accepted=accepted.astype(np.int32),
         )
         wanted = reference.advance_lookback(
-            *before,
+            before_ids,
+            before_dead,
             ids,
             starts,
             vocab_size=state.vocab_size,

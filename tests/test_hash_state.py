@@ -306,6 +306,7 @@ def test_a_donated_slot_cache_is_updated_in_place(state):
     ids = tokens(9)
     arguments = (jnp.asarray(ids[:1]), jnp.zeros(1, jnp.int32), jnp.array([0, 1]))
     memory = donating.lower(cache, *arguments).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= cache.nbytes
     rows = []
     for position in range(9):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -19,8 +20,12 @@ def operands(ids, positions=None, starts=None):
     """Puts one request, or a ragged batch, on the device."""
     positions = np.arange(len(ids)) if positions is None else positions
     starts = [0, len(ids)] if starts is None else starts
-    batch = [jnp.asarray(part, jnp.int32) for part in (ids, positions, starts)]
-    return (*batch, jnp.asarray(TOKEN_MAP, jnp.int32))
+    return (
+        jnp.asarray(ids, jnp.int32),
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(starts, jnp.int32),
+        jnp.asarray(TOKEN_MAP, jnp.int32),
+    )
 
 
 def small(run):
@@ -132,8 +137,11 @@ def test_x64_gives_equal_ids(run):
 
 def test_an_unknown_backend_is_refused():
     """A typing error in its name does not fall back to another."""
-    call = functools.partial(
-        kernels.ngram_hash, layout=small_state().layout, pad_id=PAD_ID
-    )
+    backend: Any = "triton"
     with pytest.raises((ValueError, TypeError), match="triton"):
-        call(*operands(tokens(3)), backend="triton")
+        kernels.ngram_hash(
+            *operands(tokens(3)),
+            layout=small_state().layout,
+            pad_id=PAD_ID,
+            backend=backend,
+        )
