@@ -169,23 +169,15 @@ class Engram(nnx.Module):
             bfloat16 [T, (M+1)*E].
         """
         scale = None if self.wkv_scale is None else self.wkv_scale[...]
-        if self.sharding is not None:
-            assert not isinstance(rows, kernels.OrderedRows)  # those are of one device
-            return mesh_layer.project(
-                self.sharding,
-                rows,
-                self.wkv_weight[...],
-                scale,
-                (self.q_weight.shape[0] + 1) * self.q_weight.shape[1],
-                backend=self.backend,
-            )
         expanded = None if self.wkv_expanded is None else self.wkv_expanded[...]
-        return kernels.wkv(
-            rows,
-            self.wkv_weight[...],
-            scale,
-            expanded=expanded,
-            backend=self.backend,
+        options: Any = {"expanded": expanded, "backend": self.backend}
+        weight = self.wkv_weight[...]
+        if self.sharding is None:
+            return kernels.wkv(rows, weight, scale, **options)
+        assert not isinstance(rows, kernels.OrderedRows)  # those are of one device
+        streams, width = self.q_weight.shape
+        return mesh_layer.project(
+            self.sharding, rows, weight, scale, (streams + 1) * width, **options
         )
 
     def gate(

@@ -19,6 +19,7 @@ def project(
     scale: Array | None,
     width: int,
     *,
+    expanded: Array | None = None,
     backend: kernels.Backend | None = None,
 ) -> BFloat16[Array, "T N"]:
     """Project rows on the devices of their tokens, or by columns over the tensor axis.
@@ -29,14 +30,15 @@ def project(
         weight: [N padded, C*D], laid out by `sharding.projection`.
         scale: E8M0 bytes [N padded / 32, C*D/32], or None.
         width: N = (M+1)*E.
+        expanded: the weight in bfloat16, laid out alike, or None.
         backend: of `kernels.wkv`.
 
     Returns:
         bfloat16 [T padded, N], laid out by `sharding.tokens`.
     """
 
-    def body(rows, weight, scale):
-        kv = kernels.wkv(rows, weight, scale, backend=backend)
+    def body(rows, weight, scale, expanded):
+        kv = kernels.wkv(rows, weight, scale, expanded=expanded, backend=backend)
         if not sharding.shard_projection:
             return kv[:, :width]
         together = columns_to_tokens if sharding.sequence_parallel else gather_columns
@@ -45,8 +47,9 @@ def project(
     if rows.shape[0] == 0:  # no collective takes empty arrays
         return jnp.zeros((0, width), jnp.bfloat16)
     rows = pad_tokens(sharding, rows, sharding.pad_tokens(rows.shape[0]))
-    specs = (sharding.rows, sharding.projection, sharding.projection)
-    return sharding.shard_map(body, specs, sharding.tokens)(rows, weight, scale)
+    specs = (sharding.rows, *(sharding.projection,) * 3)
+    call = sharding.shard_map(body, specs, sharding.tokens)
+    return call(rows, weight, scale, expanded)
 
 
 def by_token(

@@ -179,7 +179,7 @@ def state_shardings(sharding: EngramSharding, module: nnx.Module) -> Any:
         names = [getattr(part, "key", None) for part in path]
         if "embedding" in names or names[0] in ("weight", "scale"):
             return sharding.named(sharding.table)
-        if "wkv_weight" in names or "wkv_scale" in names:
+        if {"wkv_weight", "wkv_scale", "wkv_expanded"} & set(names):
             return sharding.named(sharding.projection)
         return sharding.named(P())
 

@@ -1,0 +1,414 @@
+"""Kernel times on a GPU at DeepSeek-V4.1's sizes, for `scripts/benchmark.py`.
+
+Times are CUPTI kernel times in microseconds. Every sample reads other data than the one
+before, since a token's rows are never in the cache. Results are checked against the
+XLA form in the same run before anything is timed.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.experimental.mosaic.gpu import profiler
+from v41 import V41_CONFIG
+
+import engram_jax
+from engram_jax import EngramConfig, EngramLayout, kernels
+
+TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096, 16384)
+CONFIG = EngramConfig.from_dict(V41_CONFIG)
+STREAMS, WIDTH = CONFIG.hc_mult, CONFIG.hidden_size
+COLUMNS, DIM = CONFIG.n_hash_cols, CONFIG.head_dim
+OUTPUTS, INPUTS = (STREAMS + 1) * WIDTH, COLUMNS * DIM
+ROW_BYTES = DIM + DIM // 32
+TABLE_ROWS = 64_000_000  # 17 GB: far beyond any cache, and two of them fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One measured time.
+
+    Attributes:
+        operation: what ran.
+        variant: the form that ran, or "xla".
+        tokens: T.
+        us: median of kernel (or wall) time in microseconds.
+        samples: every single time.
+        bytes: read and written, or None where arithmetic decides.
+    """
+
+    operation: str
+    variant: str
+    tokens: int
+    us: float
+    samples: tuple[float, ...]
+    bytes: int | None = None
+
+
+def kernel_times(
+    function: Callable[..., Any], calls: list[tuple], *, is_kernel: bool = False
+) -> list[float]:
+    """Time one call on each of several sets of operands, in microseconds.
+
+    All calls run in one program, so that each finds the caches as the others left them.
+
+    Args:
+        function: of one set of operands.
+        calls: the sets.
+        is_kernel: whether the function is a kernel of this project, of whose result a
+            few elements are then kept: the memory of the rest is free for the next
+            call, as in a model. XLA would leave out what is not kept of its own forms.
+
+    Returns:
+        For each set and repetition, the time of the kernels of its call together; where
+        they cannot be told apart, their mean for each repetition.
+    """
+
+    def program(calls):
+        results = [function(*operands) for operands in calls]
+        if is_kernel:
+            results = [x.reshape(-1)[:8] for x in results]
+        return results
+
+    _, runs = profiler.measure(jax.jit(program), aggregate=False, iterations=3)(calls)
+    assert runs is not None, "CUPTI reported no kernel"
+    times = []
+    for run in runs:
+        counted = [1e3 * ms for name, ms in run if not (is_kernel and "slice" in name)]
+        per_call, rest = divmod(len(counted), len(calls))
+        if rest:
+            times.append(sum(counted) / len(calls))
+            continue
+        starts = range(0, len(counted), per_call)
+        times += [sum(counted[i : i + per_call]) for i in starts]
+    return times
+
+
+def _sample(operation, variant, tokens, times, size=None) -> Sample:
+    return Sample(
+        operation, variant, tokens, statistics.median(times), tuple(times), size
+    )
+
+
+def random_bytes(seed: int, shape: tuple[int, int], low: int, high: int) -> jax.Array:
+    """Make bytes from `low` to `high` on the device, without a wider copy."""
+
+    def make():
+        row = lax.broadcasted_iota(jnp.uint32, shape, 0)
+        column = lax.broadcasted_iota(jnp.uint32, shape, 1)
+        x = row * jnp.uint32(2654435761) + column * jnp.uint32(40503 + 2 * seed)
+        x = (x ^ (x >> 15)) * jnp.uint32(2246822519)
+        x = (x ^ (x >> 13)) * jnp.uint32(3266489917)
+        return (jnp.uint32(low) + (x >> 8) % jnp.uint32(high - low + 1)).astype(
+            jnp.uint8
+        )
+
+    return jax.jit(make)()
+
+
+def random_table(seed: int, rows: int = TABLE_ROWS) -> tuple[jax.Array, jax.Array]:
+    """Make a table of finite values of both signs, and its scales."""
+    # Codes 0 to 126 and 128 to 254, as an even spread over 254 numbers.
+    values = random_bytes(seed, (rows, DIM), 0, 253)
+    values = jax.jit(lambda v: v + (v > 126).astype(jnp.uint8), donate_argnums=0)(
+        values
+    )
+    weight = jax.jit(
+        lambda v: lax.bitcast_convert_type(v, jnp.float8_e4m3fn), donate_argnums=0
+    )(values)
+    return weight, random_bytes(seed + 1, (rows, DIM // 32), 118, 129)
+
+
+def random_projection(seed: int) -> tuple[jax.Array, jax.Array]:
+    """Make a projection weight and its block scales."""
+    weight, _ = random_table(seed, OUTPUTS * INPUTS // DIM)
+    scale = random_bytes(seed, (OUTPUTS // 32, INPUTS // 32), 118, 126)
+    return weight.reshape(OUTPUTS, INPUTS), scale
+
+
+def _keys(seed: int, count: int) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), count)
+
+
+def _repeats(tokens: int) -> int:
+    return 6 if tokens <= 64 else 4
+
+
+def _check_equal(name: str, got: jax.Array, wanted: jax.Array) -> None:
+    if not bool(jnp.array_equal(got, wanted)):
+        raise AssertionError(f"{name}: the kernel and the XLA form disagree")
+
+
+def _check_close(name: str, got: jax.Array, wanted: jax.Array, relative: float) -> None:
+    difference = jnp.abs(got.astype(jnp.float32) - wanted.astype(jnp.float32)).max()
+    bound = relative * jnp.abs(wanted.astype(jnp.float32)).max()
+    if not difference <= bound:
+        raise AssertionError(f"{name}: off by {difference}, allowed {bound}")
+
+
+def copy_suite() -> Iterator[Sample]:
+    """Measure the card's own copy: what memory-bound kernels can reach."""
+    calls = [(jax.random.normal(key, (1 << 28,)),) for key in _keys(0, 3)]
+    times = kernel_times(lambda x: x + 1, calls)
+    yield _sample("copy", "xla", 0, times, 2 * calls[0][0].nbytes)
+
+
+def _hash_batch(tokens: int, seed: int) -> dict[str, Any]:
+    """Make chunks of 64 tokens in the middle of their requests, with lookback."""
+    requests = max(1, tokens // 64)
+    rng = np.random.default_rng(seed)
+    length, depth = tokens // requests, CONFIG.max_ngram_size - 1
+    vocab = CONFIG.vocab_size
+    return {
+        "input_ids": rng.integers(0, vocab, tokens).astype(np.int32),
+        "positions": (np.arange(tokens) % length + 100).astype(np.int32),
+        "query_start_loc": np.arange(0, tokens + 1, length).astype(np.int32),
+        "dead_mask": np.zeros(tokens, bool),
+        "lookback_token_ids": rng.integers(0, vocab, (requests, depth)).astype(
+            np.int32
+        ),
+        "lookback_dead_mask": np.zeros((requests, depth), bool),
+    }
+
+
+def _hash_state(backend=None) -> engram_jax.NgramHashState:
+    layout = EngramLayout.from_config(CONFIG)
+    rng = np.random.default_rng(0)
+    compressed, vocab = layout.compressed_vocab_size, CONFIG.vocab_size
+    ids = np.concatenate(
+        [np.arange(compressed), rng.integers(0, compressed, vocab - compressed)]
+    )
+    return engram_jax.NgramHashState(layout, rng.permutation(ids), backend=backend)
+
+
+def hash_suite() -> Iterator[Sample]:
+    """Time the n-gram hash of both layers."""
+    for tokens in TOKENS:
+        calls = [(_hash_batch(tokens, i),) for i in range(_repeats(tokens))]
+        calls = jax.device_put(calls)
+        forms = {b: _hash_state(b) for b in ("pallas", "xla")}
+        run = {b: (lambda batch, s=s: s(**batch)) for b, s in forms.items()}
+        _check_equal(
+            "hash", jax.jit(run["pallas"])(*calls[0]), jax.jit(run["xla"])(*calls[0])
+        )
+        for variant, function in run.items():
+            times = kernel_times(function, calls, is_kernel=variant == "pallas")
+            yield _sample("hash", variant, tokens, times)
+
+
+def lookup_suite() -> Iterator[Sample]:
+    """Time row reads of one layer: to bfloat16, and packed."""
+    table = random_table(0)
+    for tokens in TOKENS:
+        calls = [
+            (*table, jax.random.randint(key, (tokens * COLUMNS,), 0, TABLE_ROWS))
+            for key in _keys(tokens, _repeats(tokens))
+        ]
+        rows = tokens * COLUMNS
+        for name, function, written in (
+            ("lookup", kernels.lookup, 2 * DIM),
+            ("lookup_packed", kernels.lookup_packed, ROW_BYTES),
+        ):
+            run = {
+                b: (lambda w, s, i, b=b, f=function: f(w, s, i, backend=b))
+                for b in ("pallas", "xla")
+            }
+            _check_equal(
+                name, jax.jit(run["pallas"])(*calls[0]), jax.jit(run["xla"])(*calls[0])
+            )
+            size = rows * (ROW_BYTES + written + 4)
+            for variant, form in run.items():
+                times = kernel_times(form, calls, is_kernel=variant == "pallas")
+                yield _sample(name, variant, tokens, times, size)
+
+
+def gate_suite() -> Iterator[Sample]:
+    """Time the gate of one layer."""
+    q, k = (
+        jax.random.normal(key, (STREAMS, WIDTH), jnp.bfloat16) for key in _keys(0, 2)
+    )
+    for tokens in (*(t for t in TOKENS if t <= 4096), 8192):
+        calls = []
+        for key in _keys(tokens, _repeats(tokens) if tokens <= 512 else 3):
+            one, two = jax.random.split(key)
+            hidden = jax.random.normal(one, (tokens, STREAMS, WIDTH), jnp.bfloat16)
+            kv = jax.random.normal(two, (tokens, OUTPUTS), jnp.bfloat16)
+            calls.append((hidden, kv))
+        run = {
+            b: (lambda h, kv, b=b: kernels.gate(h, kv, q, k, eps=1e-20, backend=b))
+            for b in ("pallas", "xla")
+        }
+        _check_close(
+            "gate",
+            jax.jit(run["pallas"])(*calls[0]),
+            jax.jit(run["xla"])(*calls[0]),
+            2.0**-8,
+        )
+        size = tokens * (3 * STREAMS + 1) * WIDTH * 2
+        for variant, function in run.items():
+            times = kernel_times(function, calls, is_kernel=variant == "pallas")
+            yield _sample("gate", variant, tokens, times, size)
+
+
+def wkv_suite() -> Iterator[Sample]:
+    """Time the projection: as chosen automatically, and the library's product."""
+    weights = [random_projection(seed) for seed in range(3)]
+    expanded = [jax.jit(kernels.dequantize_weight)(*weight) for weight in weights]
+    for tokens in (t for t in TOKENS if t <= 4096):
+        rows = [
+            jax.random.normal(key, (tokens, INPUTS), jnp.bfloat16)
+            for key in _keys(tokens, 3)
+        ]
+        calls = [(r, *w, e) for r, w, e in zip(rows, weights, expanded, strict=True)]
+
+        def chosen(rows, weight, scale, expanded):
+            return kernels.wkv(rows, weight, scale, expanded=expanded)
+
+        def library(rows, weight, scale, expanded):
+            del weight, scale
+            dims = (((1,), (1,)), ((), ()))
+            out = lax.dot_general(
+                rows, expanded, dims, preferred_element_type=jnp.float32
+            )
+            return out.astype(jnp.bfloat16)
+
+        _check_close(
+            "wkv", jax.jit(chosen)(*calls[0]), jax.jit(library)(*calls[0]), 2.0**-7
+        )
+        for variant, function in (("auto", chosen), ("library", library)):
+            yield _sample("wkv", variant, tokens, kernel_times(function, calls))
+
+
+def make_stack(rows: int = TABLE_ROWS) -> engram_jax.EngramStack:
+    """Make V4.1's two layers with tables of fewer rows, addressed modulo those."""
+    layers = {}
+    for index, layer_id in enumerate(CONFIG.layer_ids):
+        weight, scale = random_table(10 + index, rows)
+        q, k = (
+            jax.random.normal(key, (STREAMS, WIDTH), jnp.bfloat16)
+            for key in _keys(index, 2)
+        )
+        layers[layer_id] = engram_jax.Engram(
+            engram_jax.ParallelEngramEmbedding(weight, scale),
+            *random_projection(20 + index),
+            q,
+            k,
+            eps=CONFIG.rms_norm_eps,
+        )
+    layout = _small_layout(rows)
+    state = _hash_state()
+    state = engram_jax.NgramHashState(layout, np.asarray(state.token_map[...]))
+    return engram_jax.EngramStack(CONFIG, state, layers)
+
+
+def _small_layout(rows: int) -> EngramLayout:
+    """V4.1's columns over tables of fewer rows: a smaller base, the same hash."""
+    small = dataclasses.replace(
+        CONFIG,
+        vocab_base=rows // COLUMNS - 5000,
+        num_embeddings=(rows,) * CONFIG.num_layers,
+    )
+    return EngramLayout.from_config(small)
+
+
+def _run_layers(stack, hidden, batch):
+    for layer_id in CONFIG.layer_ids:
+        hidden = stack(layer_id, hidden, batch)
+    return hidden
+
+
+def step_suite() -> Iterator[Sample]:
+    """Time a decode step of two layers, and prefill of 4,096 tokens."""
+    stack = make_stack()
+    stack.expand_projections()
+    graph, state = nnx.split(stack)
+
+    def step(state, hidden, window, window_dead, tokens, positions):
+        stack = nnx.merge(graph, state)
+        starts = jnp.arange(tokens.shape[0] + 1)
+        batch = stack.batch(
+            tokens,
+            positions,
+            starts,
+            lookback_token_ids=window,
+            lookback_dead_mask=window_dead,
+        )
+        window = stack.hash_state.advance_lookback(window, window_dead, tokens, starts)
+        return _run_layers(stack, hidden, batch), *window
+
+    for tokens in (1, 16, 64):
+        rng = np.random.default_rng(tokens)
+        draws = jax.device_put(
+            [
+                rng.integers(0, CONFIG.vocab_size, tokens).astype(np.int32)
+                for _ in "abcd"
+            ]
+        )
+        positions = jnp.full(tokens, 100)
+
+        def start(tokens=tokens):
+            hidden = jnp.ones((tokens, STREAMS, WIDTH), jnp.bfloat16)
+            return hidden, *stack.hash_state.init_lookback(tokens)
+
+        # Operands, not captured arrays: those would become constants of the program.
+        calls = [(state, *start(), ids, positions) for ids in draws]
+        times = kernel_times(step, calls)
+        yield _sample("decode_kernels", "auto", tokens, times)
+        compiled = jax.jit(step, donate_argnums=(1, 2, 3))
+        carry = compiled(state, *start(), draws[0], positions)
+        walls = []
+        for _ in range(7):
+            jax.block_until_ready(carry)
+            begin = time.perf_counter()
+            for i in range(100):
+                carry = compiled(state, *carry, draws[i % 4], positions)
+            jax.block_until_ready(carry)
+            walls.append((time.perf_counter() - begin) * 1e6 / 100)
+        yield _sample("decode_async", "auto", tokens, walls)
+
+    tokens = 4096
+    batches = jax.device_put([_hash_batch(tokens, i) for i in range(2)])
+    hidden = jax.random.normal(
+        jax.random.key(1), (tokens, STREAMS, WIDTH), jnp.bfloat16
+    )
+    kv = jax.random.normal(jax.random.key(2), (tokens, OUTPUTS), jnp.bfloat16)
+
+    def prefill(state, hidden, batch):
+        stack = nnx.merge(graph, state)
+        return _run_layers(stack, hidden, stack.batch(**batch))
+
+    def without_projection(state, hidden, batch, kv):
+        stack = nnx.merge(graph, state)
+        batch = stack.batch(**batch)
+        rows = [
+            stack.layers[i].rows(stack.hash_ids(i, batch)) for i in CONFIG.layer_ids
+        ]
+        for layer_id in CONFIG.layer_ids:
+            hidden = stack.layers[layer_id].gate(hidden, kv, batch.token_mask)
+        return hidden, rows
+
+    for name, function, more in (
+        ("prefill", prefill, ()),
+        ("prefill_without_projection", without_projection, (kv,)),
+    ):
+        times = kernel_times(
+            function, [(state, hidden, batch, *more) for batch in batches]
+        )
+        yield _sample(name, "auto", tokens, times)
+
+
+SUITES = {
+    "copy": copy_suite,
+    "hash": hash_suite,
+    "lookup": lookup_suite,
+    "gate": gate_suite,
+    "wkv": wkv_suite,
+    "step": step_suite,
+}
