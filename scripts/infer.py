@@ -201,7 +201,7 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         else f"{options.checkpoint}, with stand-in hidden states"
     )
     drawn = draw_gates(options.gates, gates, texts, stack.config.layer_ids, note)
-    steps.end()
+    steps.finish()
 
     # What V4.1 itself would read, where its tokenizer was used; else these tables.
     table_state, whose = stack.hash_state, "of this checkpoint"

@@ -41,13 +41,18 @@ class Steps:
             self._progress.start()
         return self
 
+    def finish(self) -> None:
+        """Ends the last step, and with it the bars."""
+        self.end()
+        self._progress.stop()
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops to show."""
+        """Stops to show; a step that did not end stays as it is."""
         self._progress.stop()
 
     def begin(self, description: str) -> None:

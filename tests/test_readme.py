@@ -71,6 +71,14 @@ def test_files_that_are_named_exist(name):
                PROJECT / "engram_jax" / "kernels"))  # fmt: skip
 
 
+def test_the_table_of_speeds_is_the_measured_one():
+    import benchmark_record
+
+    results = benchmark_record.latest(benchmark_record.results_file("cpu"))
+    assert benchmark_record.markdown(results) in README
+    assert all(result.holds is not False for result in results)
+
+
 def test_the_legend_states_v41(v41):
     config = engram_jax.EngramConfig.from_dict(v41["config"])
     rows = re.findall(r"^\| (\w) \| .* \| ([\d,]+) \|$", README, re.MULTILINE)
