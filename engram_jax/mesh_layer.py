@@ -85,6 +85,9 @@ def by_token(
             f"hidden has {num_tokens} tokens, which this mesh pads to {padded}; the "
             f"projected rows have {kv.shape[0]}: they are of another batch"
         )
+    if padded == 0:  # XLA has been seen to crash on empty shards
+        empty = jax.eval_shape(function, hidden, kv, q_weight, k_weight, token_mask)
+        return jnp.zeros(empty.shape, empty.dtype)
     given = jax.typeof(hidden).sharding.spec
     hidden = pad_tokens(sharding, hidden, padded)
     if token_mask is not None:

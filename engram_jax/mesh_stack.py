@@ -189,9 +189,12 @@ def state_shardings(sharding: EngramSharding, module: nnx.Module) -> Any:
 def _narrow(name: str, values: Any) -> Any:
     if values.dtype in (np.bool_, np.int32):
         return values
+    if isinstance(values, jax.Array) or values.dtype.kind not in "iu":
+        return kernels.narrow_ids(values, name)
     # A NumPy array stays one: the same in every process, it is put everywhere.
-    narrow = kernels.narrow_ids(values, name)
-    return narrow if isinstance(values, jax.Array) else np.asarray(narrow)
+    limits = np.iinfo(np.int32)
+    fits = (values >= limits.min) & (values <= limits.max)
+    return np.where(fits, values, -1).astype(np.int32)
 
 
 def _check_values(hash_state, known, by_replica) -> None:

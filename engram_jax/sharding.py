@@ -420,7 +420,9 @@ class EngramSharding:
                 out_specs=out_specs,
                 check_vma=False,
             )
-            return mapped(*arguments)
+            # One program, where the caller has no jit: op by op, every one of them
+            # would be compiled for the whole mesh.
+            return jax.jit(mapped)(*arguments)
 
         return call
 

@@ -1,0 +1,478 @@
+"""Stacks on a mesh: the same outputs as on one device, inside a user's own model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hlo_collectives import counts
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_cases import abstract_mesh, mesh, stack24
+from small_stack import make_stack, random_hidden, random_ids
+
+import engram_jax
+from engram_jax import EngramLayout, EngramSharding, pad_replicas
+from engram_jax.mesh_stack import state_shardings
+from engram_jax.shards import TableShards
+
+TOKENS = 13
+BATCH = {
+    "input_ids": random_ids(TOKENS),
+    "positions": np.r_[0:6, 3:10].astype(np.int32),
+    "query_start_loc": np.array([0, 6, 13], np.int32),
+    "dead_mask": np.arange(TOKENS) % 5 == 3,
+    "lookback_token_ids": np.array([[-1, -1, -1], [7, 8, 9]], np.int32),
+}
+
+
+@nnx.jit
+def model(stack, hidden, batch):
+    """Runs both layers with something in between, as a decoder would."""
+    batch = stack.batch(**batch)
+    hidden = stack(1, hidden, batch)
+    return stack(3, jnp.tanh(hidden), batch)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return np.asarray(model(stack24(), random_hidden(TOKENS), BATCH))
+
+
+def assert_one_rounding(actual, expected) -> None:
+    """Holds where two bfloat16 arrays differ by at most one unit in the last place."""
+    got, wanted = (np.asarray(a).view(np.int16).astype(int) for a in (actual, expected))
+    assert np.abs(got - wanted).max(initial=0) <= 1
+
+
+# --- A stack in a jitted model --------------------------------------------------------
+
+STACKS = [
+    ((1, 1), AxisType.Auto, {}, {}),
+    ((3, 1), AxisType.Auto, {}, {"all-gather": 3}),
+    ((1, 5), AxisType.Explicit, {}, {"all-gather": 1, "all-to-all": 1}),
+    ((2, 2), AxisType.Explicit, {}, {"all-gather": 4, "all-to-all": 1}),
+    (
+        (2, 2),
+        AxisType.Explicit,
+        {"sequence_parallel": True},
+        {"all-gather": 1, "all-to-all": 1},
+    ),
+    (
+        (2, 2),
+        AxisType.Auto,
+        {"sequence_parallel": True, "shard_projection": True},
+        {"all-gather": 2, "all-to-all": 3},
+    ),
+    (
+        (2, 2),
+        AxisType.Auto,
+        {"cut": "rows", "shard_projection": False},
+        {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "choices", "collectives"),
+    STACKS,
+    ids=["-".join(map(str, (*s, k.name, *c.values()))) for s, k, c, _ in STACKS],
+)
+def test_a_model_gives_one_device_s_outputs(
+    expected, shape, kind, choices, collectives
+):
+    """13 tokens of two requests with history and dead tokens, over odd meshes."""
+    devices = mesh(*shape, kind)
+    stack = stack24().shard(EngramSharding.on(devices, stack24().layout, **choices))
+    graph, state = nnx.split(stack)
+
+    def run(state, hidden, batch):
+        return model(nnx.merge(graph, state), hidden, batch)
+
+    replicated = NamedSharding(devices, P())
+    arguments = jax.device_put((random_hidden(TOKENS), BATCH), replicated)
+    with jax.set_mesh(devices):
+        compiled = jax.jit(run).lower(state, *arguments).compile()
+        output = compiled(state, *arguments)
+    assert output.shape == expected.shape
+    assert_one_rounding(output, expected)
+    # The hidden states came replicated, so XLA may add what lays the output out again.
+    found = counts(compiled.as_text())
+    for name, count in collectives.items():
+        assert found[name] >= count
+    if not collectives:
+        assert not found  # PITFALLS: no collective for axes of size 1
+
+
+def test_explicit_shardings_and_donated_hidden_states(expected):
+    """`state_shardings` says how to lay out the module's arrays in the user's jit."""
+    devices = mesh(2, 2)
+    sharding = EngramSharding.on(devices, stack24().layout)
+    graph, state = nnx.split(stack24().shard(sharding))
+    places = state_shardings(sharding, nnx.merge(graph, state))
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, state), places)
+    by_token = NamedSharding(devices, P())
+    run = jax.jit(
+        lambda state, hidden: model(nnx.merge(graph, state), hidden, BATCH),
+        in_shardings=(places, by_token),
+        out_shardings=by_token,
+        donate_argnums=1,
+    )
+    assert_one_rounding(run(state, random_hidden(TOKENS)), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_hidden_states_stay_where_their_tokens_are(kind):
+    """No collective but the exchange where tokens divide and lie over the data axis."""
+    devices = mesh(1, 4, kind)
+    one = stack24()
+    stack = one.shard(EngramSharding.on(devices, one.layout))
+    batch = {name: x for name, x in BATCH.items() if name != "dead_mask"} | {
+        "input_ids": random_ids(16),
+        "positions": np.r_[0:6, 3:13].astype(np.int32),
+        "query_start_loc": np.array([0, 6, 16], np.int32),
+    }
+    hidden = random_hidden(16)
+    placed = jax.device_put(hidden, NamedSharding(devices, P("dp")))
+    graph, state = nnx.split(stack)
+
+    def run(state, hidden):
+        return model(nnx.merge(graph, state), hidden, batch)
+
+    with jax.set_mesh(devices):
+        compiled = jax.jit(run).lower(state, placed).compile()
+        output = compiled(state, placed)
+    assert output.sharding.is_equivalent_to(NamedSharding(devices, P("dp")), 3)
+    assert counts(compiled.as_text()) == {"all-gather": 1, "all-to-all": 1}
+    assert_one_rounding(output, model(one, hidden, batch))
+
+
+def test_layers_work_alone_and_eagerly(expected):
+    """Without `batch`, a layer fetches its own rows; gates can be looked at."""
+    one = stack24()
+    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    batch = one.batch(**BATCH)
+    hidden, ids = random_hidden(TOKENS), one.hash_ids(1, batch)
+    for name in ("__call__", "gate_values"):
+        results = [
+            nnx.jit(lambda layer, *a, name=name: getattr(layer, name)(*a))(
+                layer, hidden, ids, batch.token_mask
+            )
+            for layer in (one.layers[1], stack.layers[1])
+        ]
+        chex.assert_trees_all_close(*results, rtol=2**-7)
+    eager = stack.batch(**BATCH)
+    np.testing.assert_array_equal(eager.hash_ids, batch.hash_ids)
+    np.testing.assert_array_equal(eager.token_mask, batch.token_mask)
+
+
+def test_batches_of_no_tokens(expected):
+    stack = stack24().shard(EngramSharding.on(mesh(2, 2), stack24().layout))
+    output = stack(1, random_hidden(0), stack.dummy_batch(0))
+    assert output.shape == (0, 2, 48)
+
+
+def test_slot_caches_and_decode_steps(expected):
+    """A donated cache through a jitted step gives the hashes of one pass."""
+    one = stack24()
+    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    ids = random_ids(6)
+    whole = one.batch(ids, np.arange(6), [0, 6])
+
+    @nnx.jit(donate_argnames="cache")
+    def step(stack, token, position, cache):
+        batch, cache = stack.batch(
+            token,
+            position,
+            np.array([0, 1]),
+            slot_cache=cache,
+            slot_mapping=position,
+            block_table=np.zeros((1, 1), np.int32),
+            block_size=8,
+        )
+        return batch.hash_ids, batch.rows, cache
+
+    cache = stack.hash_state.init_slot_cache(8)
+    for place in range(6):
+        where = np.array([place], np.int32)
+        hashes, rows, cache = step(stack, ids[place : place + 1], where, cache)
+        np.testing.assert_array_equal(hashes[0], whole.hash_ids[place])
+        table = one.layers[3].embedding
+        np.testing.assert_array_equal(
+            rows[0, 1], table.lookup_packed(whole.hash_ids[place, 1])
+        )
+
+
+# --- Replicas with batches of their own -----------------------------------------------
+
+
+def test_replicas_hash_their_own_batches_and_one_may_be_empty(expected):
+    """PITFALLS 28. Lengths 5, 0, 1 share a slot of 6."""
+    one = stack24()
+    stack = one.shard(EngramSharding.on(mesh(2, 3), one.layout))
+    own = [
+        {
+            "input_ids": random_ids(length, seed=length),
+            "positions": np.arange(length, dtype=np.int32) + 2,
+            "query_start_loc": np.array([0, length], np.int32),
+            "lookback_token_ids": np.array([[3, 4, -1]], np.int32),
+        }
+        for length in (5, 1)
+    ]
+    padded = pad_replicas([own[0], None, own[1]], slot=6)
+    hidden = random_hidden(18)
+
+    @nnx.jit
+    def run(stack, hidden, padded):
+        batch = stack.replica_batch(**padded)
+        return stack(3, hidden, batch), batch.token_mask
+
+    output, mask = run(stack, hidden, padded)
+    assert np.asarray(mask).tolist() == [1] * 5 + [0] * 7 + [1] + [0] * 5
+    single = nnx.jit(lambda s, h, b: s(3, h, s.batch(**b)))
+    assert_one_rounding(output[:5], single(one, hidden[:5], own[0]))
+    np.testing.assert_array_equal(output[5:12], hidden[5:12])
+    assert_one_rounding(output[12:13], single(one, hidden[12:13], own[1]))
+    caches = jnp.full((3, 8), -2, jnp.int32)
+    del padded["lookback_token_ids"]
+    _, caches = stack.replica_batch(
+        **padded,
+        slot_cache=caches,
+        slot_mapping=np.tile(np.arange(6, dtype=np.int32), (3, 1)),
+        block_table=np.zeros((3, 1, 1), np.int32),
+        block_size=8,
+    )
+    assert caches.shape == (3, 8)
+    assert (np.asarray(caches) != -2).sum(axis=1).tolist() == [5, 0, 1]
+
+
+def test_replica_batches_that_do_not_fit_are_refused():
+    one = stack24()
+    stack = one.shard(EngramSharding.on(mesh(1, 2), one.layout))
+    batch = {"input_ids": [1] * 9, "positions": range(9), "query_start_loc": [0, 9]}
+    with pytest.raises(ValueError, match=r"replica 1 has 9 tokens; the slot .* has 8"):
+        pad_replicas([None, batch], slot=8)
+    with pytest.raises(ValueError, match="replica 0 has 1 requests"):
+        pad_replicas([batch, None], requests=0)
+    with pytest.raises(ValueError, match="first axis must be the 2 replicas"):
+        stack.replica_batch(**pad_replicas([batch, None, None]))
+    with pytest.raises(ValueError, match="on one device use batch"):
+        one.replica_batch(**pad_replicas([batch]))
+    wrong = dict(batch, input_ids=[1] * 8 + [4_000_000_000])
+    with pytest.raises(ValueError, match="token ids must be within"):
+        stack.replica_batch(**pad_replicas([batch, wrong]))
+    with pytest.raises(ValueError, match="token ids must be within"):
+        stack.batch(**wrong)
+
+
+# --- Training on a mesh ---------------------------------------------------------------
+
+TRAINED = [
+    ((1, 2), {}),
+    ((2, 2), {}),
+    ((2, 2), {"sequence_parallel": True}),
+    ((4, 1), {"cut": "rows"}),
+    ((2, 4), {"sequence_parallel": True, "shard_projection": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "choices"),
+    TRAINED,
+    ids=["-".join(map(str, (*s, *c.values()))) for s, c in TRAINED],
+)
+def test_gradients_of_a_stack_are_one_device_s(shape, choices):
+    """PITFALLS 32. Packed rows are constants; weights and streams are not."""
+
+    def gradients(stack, hidden):
+        for layer in stack.layers.values():
+            layer.dequantize_projection(jnp.float32)
+        graph, params, rest = nnx.split(stack, nnx.Param, ...)
+
+        def loss(params, hidden):
+            merged = nnx.merge(graph, params, rest)
+            batch = merged.batch(**BATCH)
+            hidden = merged(3, merged(1, hidden, batch), batch)
+            return jnp.square(hidden).mean()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, hidden)
+
+    hidden = random_hidden(TOKENS, dtype=jnp.float32)
+    one = stack24()
+    sharding = EngramSharding.on(mesh(*shape), one.layout, **choices)
+    wanted = gradients(nnx.clone(one), hidden)
+    got = gradients(one.shard(sharding), hidden)
+
+    def trimmed(tree, width=3 * 48):
+        return [np.asarray(x)[:width] for x in jax.tree.leaves(tree)]
+
+    for mine, whole in zip(trimmed(got), trimmed(wanted), strict=True):
+        bound = 2.0**-7 * np.abs(whole).max()
+        np.testing.assert_allclose(mine, whole, atol=bound)
+        assert np.abs(whole).max() > 0
+
+
+def test_projection_and_gate_train_on_a_mesh_while_the_table_stays():
+    one = stack24()
+    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    for layer in stack.layers.values():
+        layer.dequantize_projection()
+    optimizer = nnx.Optimizer(stack, optax.adam(1e-2), wrt=nnx.Param)
+    hidden = random_hidden(TOKENS, dtype=jnp.float32)
+
+    @nnx.jit
+    def step(stack, optimizer):
+        def loss(stack):
+            batch = stack.batch(**BATCH)
+            return jnp.square(stack(1, hidden, batch) - 1).mean()
+
+        value, grads = nnx.value_and_grad(loss)(stack)
+        optimizer.update(stack, grads)
+        return value
+
+    before = np.asarray(stack.layers[1].embedding.weight[...]).view(np.uint8)
+    losses = [float(step(stack, optimizer)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    after = np.asarray(stack.layers[1].embedding.weight[...]).view(np.uint8)
+    np.testing.assert_array_equal(before, after)
+    stack.layers[1].quantize_projection()
+    assert stack.layers[1].wkv_scale is not None
+
+
+# --- Which rows a shard holds ---------------------------------------------------------
+
+
+def v41_layout(v41) -> EngramLayout:
+    return EngramLayout.from_config(engram_jax.EngramConfig.from_dict(v41["config"]))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, 7, 8, 16, 24, 25, 32, 4096])
+def test_shards_cover_every_row_once(v41, shards):
+    layout = v41_layout(v41)
+    cut = TableShards.choose(layout, shards)
+    for layer, rows in enumerate(layout.num_rows):
+        assert cut.row_start[layer, 0] == 0
+        assert cut.row_end[layer, -1] == rows
+        np.testing.assert_array_equal(cut.row_start[layer, 1:], cut.row_end[layer, :-1])
+        held = (cut.row_end - cut.row_start)[layer]
+        assert cut.rows_per_shard[layer] == held.max()
+        if cut.cut == "heads":
+            firsts = np.append(layout.offsets[layer], rows)
+            assert set(cut.row_start[layer].tolist()) <= set(firsts.tolist())
+    assert ("columns" in cut.reason) == (shards <= 25 or cut.cut == "rows")
+    assert ("idle" in cut.reason) == (shards in (5, 7, 16))
+
+
+def test_shards_that_would_hold_nothing_are_refused(v41, library_errors):
+    layout = v41_layout(v41)
+    with pytest.raises(
+        ValueError, match=r"1 devices would have no rows. Use cut='rows'"
+    ):
+        TableShards.choose(layout, 25, "heads")
+    small = stack24().layout
+    with pytest.raises(ValueError, match="too many for layer 1's 1774 rows"):
+        TableShards.choose(small, 1773)
+    with pytest.raises(ValueError, match="cut is 'columns'"):
+        TableShards.choose(small, 2, "columns")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="num_shards is 0"):
+        TableShards.choose(small, 0)
+    one_head = make_stack(n_heads=1, max_ngram_size=2, vocab_base=101).layout
+    assert TableShards.choose(one_head, 4).cut == "rows"
+
+
+def test_shard_numbers_are_tensor_major():
+    """Shard = tp_rank * dp_size + dp_rank, also where the mesh has dp first."""
+    devices = jax.make_mesh((3, 2), ("dp", "tp"), (AxisType.Auto,) * 2)
+    sharding = EngramSharding.on(devices, stack24().layout)
+    table = stack24().layers[1].embedding.shard(sharding, 0).weight[...]
+    rows = sharding.shards.rows_per_shard[0]
+    by_device = {
+        s.device: (s.index[0].start or 0) // rows for s in table.addressable_shards
+    }
+    for dp in range(3):
+        for tp in range(2):
+            assert by_device[devices.devices[dp, tp]] == tp * 3 + dp
+
+
+def test_each_process_reads_its_own_rows_only():
+    sharding = EngramSharding.on(mesh(2, 3), stack24().layout)
+    seen = []
+
+    def read(start, end):
+        seen.append((start, end))
+        return np.zeros((end - start, 32), np.uint8)
+
+    table = sharding.place_table(0, read, 32, np.uint8)
+    chex.assert_shape(table, (sharding.shards.num_rows(0), 32))
+    assert sorted(seen) == list(sharding.owned_rows(0))
+    assert sum(end - start for start, end in seen) == stack24().layout.num_rows[0]
+    spread = EngramSharding.on(mesh(2, 3), stack24().layout, spread=False)
+    assert len(list(spread.owned_rows(0))) == 2
+
+
+# --- Choices and refusals -------------------------------------------------------------
+
+
+def test_choices_give_their_reasons():
+    layout = stack24().layout
+
+    def choose(tp, dp, **choices):
+        sharding = EngramSharding.on(abstract_mesh(tp, dp), layout, **choices)
+        assert {name for name, _ in sharding.reasons} == {
+            "cut",
+            "exchange",
+            "ids_exchange",
+        }
+        assert hash(sharding) == hash(dataclasses.replace(sharding))
+        return sharding.shards.cut, sharding.exchange, sharding.ids_exchange
+
+    assert choose(8, 1) == ("heads", "all_gather", "all_gather")
+    assert choose(2, 4) == ("heads", "all_to_all", "all_gather")
+    assert choose(1, 16) == ("heads", "all_to_all", "all_to_all")
+    assert choose(32, 1) == ("rows", "all_reduce", "all_gather")
+    assert choose(8, 4) == ("rows", "reduce_scatter", "all_gather")
+    assert choose(2, 4, spread=False) == ("heads", "all_gather", "all_gather")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"tensor_axis": "model"}, "none named 'model'; name the right one"),
+        ({"data_axis": "tp"}, "'tp' is named as tensor_axis and as data_axis"),
+        ({"exchange": "all_reduce"}, "cut by heads take 'all_gather' or 'all_to_all'"),
+        ({"cut": "rows", "exchange": "all_to_all"}, "take 'all_reduce' or"),
+        ({"cut": "rows", "ids_exchange": "all_to_all"}, "needs the ids of all columns"),
+        ({"ids_exchange": "none"}, "ids_exchange is 'none'"),
+        ({"row_format": "float32"}, "row_format is 'float32'"),
+        ({"cut": "blocks"}, "cut is 'blocks'"),
+    ],
+)
+def test_choices_that_cannot_work_are_refused(choices, message, library_errors):
+    with pytest.raises(ValueError, match=message):
+        EngramSharding.on(abstract_mesh(2, 2), stack24().layout, **choices)
+
+
+def test_tables_that_no_device_could_hold_are_refused(v41):
+    sharding = EngramSharding.on(abstract_mesh(2), v41_layout(v41))
+    needed = sharding.check_memory(264, limit=200 << 30)
+    assert needed == 264 * sum(sharding.shards.rows_per_shard)
+    with pytest.raises(ValueError, match=r"take 101,379,7.* About 3 devices would do"):
+        sharding.check_memory(264, limit=80 << 30)
+
+
+def test_stacks_are_put_on_a_mesh_once():
+    one = stack24()
+    sharding = EngramSharding.on(mesh(2, 1), one.layout)
+    stack = one.shard(sharding)
+    with pytest.raises(ValueError, match="lies on a mesh already"):
+        stack.shard(sharding)
+    other = EngramSharding.on(mesh(2, 1), one.layout, spread=False, cut="rows")
+    layers = {1: stack.layers[1], 3: one.layers[3].shard(other, 1)}
+    with pytest.raises(ValueError, match="in different ways"):
+        engram_jax.EngramStack(one.config, one.hash_state, layers)
