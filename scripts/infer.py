@@ -119,6 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as cleanup:
             return run(options, cleanup)
+    except KeyboardInterrupt:
+        print("Stopped; nothing was left behind.", file=sys.stderr)
+        return 130
     except (OSError, ValueError, MemoryError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

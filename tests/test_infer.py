@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 
 import infer
 import infer_report
@@ -126,6 +127,22 @@ def test_a_disagreement_is_reported_with_exit_code_1(main, monkeypatch):
     code, output, _ = main("--max-tokens", 20)
     assert code == 1
     assert "NO: 3 of 4 values differ" in output
+
+
+def test_an_interruption_leaves_nothing(main, monkeypatch, tmp_path):
+    made = []
+
+    def interrupted(stack, ids, **others):
+        made.extend(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(infer_stream, "compute_as_stream", interrupted)
+    code, _, errors = main()
+    assert code == 130
+    assert "Stopped" in errors
+    assert made
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
