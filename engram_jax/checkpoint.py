@@ -1,5 +1,6 @@
 """Load Engram layers from a checkpoint in the published layout."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -27,6 +28,7 @@ from .host_storage import MappedFileTable, PinnedHostTable, available_host_memor
 from .kernels import Backend
 from .layer import Engram
 from .layout import EngramLayout
+from .processes import agreement
 from .safetensors_file import (
     DTYPES,
     TensorInfo,
@@ -78,6 +80,8 @@ def load_engram(
 
     Raises:
       FileNotFoundError: A file that is needed is missing.
+      RuntimeError: On a mesh of several processes, it failed in one or more of them;
+        all raise this, with each one's reason.
       MemoryError: The tables do not fit; the message has the figures.
       NotImplementedError: The placement is not available, or not on a mesh.
       TypeError: The tokenizer is of an unknown kind.
@@ -97,6 +101,19 @@ def load_engram(
             'placement="pinned_host" is not available on a mesh; use "device" or '
             '"mapped_file".'
         )
+    # All processes of a mesh load, or none: one alone would wait for the rest forever.
+    together = contextlib.nullcontext() if mesh is None else agreement("load_engram")
+    with together:
+        return _load(checkpoint_dir, tokenizer, placement, mesh, backend)
+
+
+def _load(
+    checkpoint_dir: str | os.PathLike[str],
+    tokenizer: Any,
+    placement: Placement,
+    mesh: jax.sharding.Mesh | EngramSharding | None,
+    backend: Backend | None,
+) -> EngramStack:
     files = open_checkpoint(checkpoint_dir)
     token_map = _token_map(files, tokenizer)
     layout = EngramLayout.from_config(files.config, int(token_map.max()) + 1)
