@@ -22,37 +22,25 @@ with ones, which the tensor cores have time for, is NaN for just the rows that h
 
 Why inline Mosaic code: `astype` goes e4m3 -> float16 -> float32 -> bfloat16 one element
 at a time, 67 us at T = 16 on an H200 where this takes less than 45; Pallas has no bytes
-of a word. The interpreter does not run such code; the arithmetic is tested apart.
+of a word. `wkv_threads_pallas` holds those pieces, and `wkv_interpret_pallas` what
+stands in for them in the interpreter, so that all the rest can be run on a CPU.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm, vector
 
 from engram_jax import mxfp8
 
-from . import block_sizes
-from .mosaic_pallas import Word, thread_index
-from .wkv_fragments_pallas import (
-    exceeds_folded,
-    permute_columns,
-    piece_at,
-    scale_at,
-    scaled_pairs,
-    unpermute_columns,
-)
+from . import block_sizes, wkv_interpret_pallas, wkv_threads_pallas
+from .wkv_fragments_pallas import permute_columns, unpermute_columns
+from .wkv_threads_pallas import SLAB, TILE, TOKEN_TILE, WEIGHT_TILE
 
 __all__ = [
     "permute_columns",
@@ -62,20 +50,9 @@ __all__ = [
     "wkv_permuted",
 ]
 
-INTERPRET_REASON = "it decodes bytes per thread, which the interpreter cannot do"
-
-_SLAB = 64  # rows of the weight per warpgroup: the M of the instruction
-_TILE = 128  # columns, and bytes, of a swizzled tile of the weight
 _SCALE_ALIGN = 16  # bytes of a row in memory: what the copy engine wants
 _SMEM_ALIGN = 128  # and of a row in shared memory
 _COPY_MAX = 256  # elements of one dimension in one copy
-# Tiles of 8 rows by 128 bytes, swizzled so that neither the threads' 16-byte reads nor
-# the tensor cores' meet in a bank.
-_SWIZZLE: Any = plgpu.SwizzleTransform  # abstract only to a type checker
-_TILING: Any = plgpu.TilingTransform
-_WEIGHT_TILE = (_TILING((8, 128)), _SWIZZLE(128))
-_TOKEN_TILE = (_TILING((8, 64)), _SWIZZLE(128))
-_SPLAT = plgpu.Layout.WG_SPLAT
 # Registers a thread can have once the copying warpgroup has given up most of its own.
 _COPY_REGISTERS = 24
 _REGISTERS = {1: 232, 2: 232, 3: 152, 4: 112}
@@ -85,167 +62,21 @@ def unsupported_reason(
     rows: jax.Array, weight: jax.Array, scale: jax.Array, *, interpret: bool = False
 ) -> str | None:
     """Say why `wkv_pallas` cannot take these operands, or give None."""
-    del rows, scale
-    if interpret:
-        return INTERPRET_REASON
+    del rows, scale, interpret
     if weight.shape[0] % 8:
         return f"the weight has {weight.shape[0]} rows, not a multiple of 8"
     return None
-
-
-# ---- per-thread code -----------------------------------------------------------------
-
-
-def _index(number: Word | int) -> ir.Value:
-    if isinstance(number, int):
-        return arith.constant(ir.IndexType.get(), number)
-    return arith.index_cast(ir.IndexType.get(), number.value)
-
-
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _lanes() -> tuple[Word, Word, Word]:
-    """Give a thread's warp, and its place there: row of 8, quarter of 64 columns."""
-    thread = thread_index()
-    return thread // 32, thread % 32 // 4, thread % 4
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(_WEIGHT_TILE),))
-def _fill_with_ones(ctx, tile):
-    """Write e4m3 ones to shared memory [8, 128]; all are alike, so any order does."""
-    del ctx
-    thread = thread_index()
-    two, eight = ((2,), _i32()), ((8,), ir.MemRefType(tile.type).element_type)
-    word = Word.of(0x38383838).value
-    ones = vector.from_elements(ir.VectorType.get(*two), [word, word])
-    ones = vector.bitcast(ir.VectorType.get(*eight), ones)
-    at = (0, 0, thread // 16, thread % 16 * 8)
-    vector.store(ones, tile, [_index(i) for i in at])
-
-
-def _make_finds_large_scale(row_bytes: int) -> Callable[..., Any]:
-    """Make (scales [2, row_bytes]) -> nonzero if one of them exceeds 134."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SPLAT),
-    )
-    def finds_large_scale(ctx, scales):
-        del ctx
-        lane = thread_index() % 32
-        four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
-        found = Word.of(0)
-        # Every warp reads all of them, so that no warp has to ask another.
-        for row in range(2):
-            for start in range(0, row_bytes // 4, 32):
-                at = (lane + start).minimum(row_bytes // 4 - 1) * 4
-                word = vector.load(four, scales, [_index(row), _index(at)])
-                word = Word(mgpu_utils.bitcast(word, _i32()))
-                found = found | exceeds_folded(word)
-        # A vote, since the compiler must know that all threads take the same branch.
-        everybody = arith.constant(_i32(), -1)
-        any_found = nvvm.vote_sync(everybody, found.compare("ne", 0).value, "any")
-        any_found = arith.extui(_i32(), any_found)
-        return mgpu.FragmentedArray.splat(any_found, (), is_signed=True)
-
-    return finds_large_scale
-
-
-def _make_decode(first: int, columns: int, any_scale: bool) -> Callable[..., Any]:
-    """Make (slab, scales, block) -> bfloat16 [64, columns] in registers.
-
-    Args:
-      first: Where in the slab's columns to begin, in parts of 64.
-      columns: How many to decode.
-      any_scale: Whether scales may be any byte; else they are at most 134.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_WEIGHT_TILE), plgpu.RefType(), _SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(
-            (_SLAB, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA
-        ),
-    )
-    def decode(ctx, slab, scales, block):
-        del ctx
-        warp, row, quarter = _lanes()
-        f8 = ir.MemRefType(slab.type).element_type
-        sixteen, four = ir.VectorType.get((16,), f8), ir.VectorType.get((4,), _i32())
-        words = {}
-        for part in range(columns // 64):
-            for upper in range(2):
-                at = piece_at(warp, row, quarter, first + part, upper)
-                loaded = vector.load(sixteen, slab, [_index(i) for i in at])
-                words[part, upper] = vector.bitcast(four, loaded)
-        scale_bytes = []
-        for part in range(columns // 64):
-            scale_row, scale_column = scale_at(warp, quarter, part)
-            scale_column = scale_column + Word(block.registers.item())
-            at = [_index(scale_row), _index(scale_column)]
-            scale_bytes.append(Word(arith.extui(_i32(), memref.load(scales, at))))
-
-        layout = mgpu.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape((_SLAB, columns)), dtype=object)
-        two = ir.VectorType.get((2,), ir.BF16Type.get())
-        for (part, upper), loaded in words.items():
-            for i in range(4):
-                word = Word(vector.extract(loaded, [], [i]))
-                pairs = scaled_pairs(word, scale_bytes[part], any_scale=any_scale)
-                for parity, pair in enumerate(pairs):
-                    at = (0, 8 * part + 2 * i + parity, 0, 0, upper, 0, 0, 0, 0)
-                    registers[at] = mgpu_utils.bitcast(pair.value, two)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=None
-        )
-
-    return decode
-
-
-def _make_store(tokens: int, out_width: int, tile_tokens: int) -> Callable[..., Any]:
-    """Make (sums [64, tokens], nans [64, 8], out, first_row, first_token) -> ()."""
-    sums_layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(sums_layout, sums_layout, plgpu.RefType(), _SPLAT, _SPLAT)
-    )
-    def store(ctx, sums, nans, out, first_row, first_token):
-        del ctx
-        warp, row, quarter = _lanes()
-        first_row = Word(first_row.registers.item()) + warp * 16 + row
-        first_token = Word(first_token.registers.item()) + quarter * 2
-        for upper in range(2):
-            nan = vector.extract(nans.registers[0, 0, 0, 0, upper, 0, 0, 0, 0], [], [0])
-            is_nan = arith.cmpf(arith.CmpFPredicate.UNO, nan, nan)
-            out_column = first_row + 8 * upper
-            column_exists = out_column.compare("ult", out_width)
-            for j in range(tile_tokens // 8):
-                pair = sums.registers[0, j, 0, 0, upper, 0, 0, 0, 0]
-                for i in range(2):
-                    token = first_token + (8 * j + i)
-                    value = vector.extract(pair, [], [i])
-                    value = arith.select(is_nan, nan, value)
-                    exists = column_exists & token.compare("ult", tokens)
-                    with mgpu_utils.when(exists.value):
-                        value = arith.truncf(ir.BF16Type.get(), value)
-                        memref.store(value, out, [_index(token), _index(out_column)])
-
-    return store
-
-
-# ---- the kernel ----------------------------------------------------------------------
 
 
 def _pad_columns(array: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % multiple)))
 
 
-def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
+def _product(rows, weight, scale, tokens, sizes: block_sizes.WkvSizes, interpret):
     """Multiply permuted rows [T or more, K] by the weight; the module says how."""
     out_width = weight.shape[0]
     # What the copy engine wants: whole tiles. Both are, for any usual C and D.
-    weight = _pad_columns(mxfp8.value_bytes(weight), _TILE)
+    weight = _pad_columns(mxfp8.value_bytes(weight), TILE)
     weight = lax.bitcast_convert_type(weight, jnp.float8_e4m3fn)
     scale = _pad_columns(scale, _SCALE_ALIGN)
     if rows.shape[0] > 8:
@@ -255,26 +86,28 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
     steps = -(-weight.shape[1] // columns)
     scale_width = -(-steps * columns // (32 * _SMEM_ALIGN)) * _SMEM_ALIGN
 
-    slabs = -(-out_width // _SLAB)
+    slabs = -(-out_width // SLAB)
     ctas = min(slabs, sizes.ctas or block_sizes.multiprocessors())
     per_cta, rest = divmod(slabs, ctas)  # the first `rest` CTAs have one more
     rounds = -(-(per_cta + (rest > 0)) // 4)
     warpgroups = -(-(per_cta + (rest > 0)) // rounds)
     # So many that a round's scales outlast the steps in flight.
     turns = min(rounds, -(-stages // steps) + 1)
+    threads: Any = wkv_interpret_pallas if interpret else wkv_threads_pallas
     decoders = {
         any_scale: [
-            _make_decode(start // 64, chunk, any_scale)
+            threads.make_decode(start // 64, chunk, any_scale)
             for start in range(0, columns, chunk)
         ]
         for any_scale in (False, True)
     }
-    store = _make_store(tokens, out_width, tile_tokens)
-    finds_large_scale = _make_finds_large_scale(scale_width)
+    store = threads.make_store(tokens, out_width, tile_tokens)
+    finds_large_scale = threads.make_finds_large_scale(scale_width)
 
     def wkv(
         rows_ref, weight_ref, scale_ref, out_ref,
         weight_ring, rows_ring, ones, scales, filled, read, scaled, ones_filled,
+        *staging,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("warpgroup")
         first_token = lax.axis_index("tokens") * tile_tokens
@@ -304,11 +137,11 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
                     slot = lax.rem(i, stages)
                     pl.when(i >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
                     for w in range(warpgroups):
-                        plgpu.copy_gmem_to_smem(
-                            weight_ref.at[pl.ds((round_slab + w) * _SLAB, _SLAB), at],
-                            weight_ring.at[slot, pl.ds(w * _SLAB, _SLAB)],
+                        threads.copy_where(
+                            r * warpgroups + w < slabs_here,
+                            weight_ref.at[pl.ds((round_slab + w) * SLAB, SLAB), at],
+                            weight_ring.at[slot, pl.ds(w * SLAB, SLAB)],
                             filled.at[slot],
-                            predicate=r * warpgroups + w < slabs_here,
                         )
                     plgpu.copy_gmem_to_smem(
                         rows_ref.at[pl.ds(first_token, tile_tokens), at],
@@ -316,22 +149,29 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
                         filled.at[slot],
                     )
 
+            # No completion may be left unobserved.
+            @pl.loop(max(0, rounds * steps - stages), rounds * steps)
+            def _(i):
+                plgpu.barrier_wait(read.at[lax.rem(i, stages)])
+
         def multiply(r, any_scale):
             def all_steps(sums, nans):
                 @pl.loop(0, steps)
                 def _(k):
                     slot = lax.rem(r * steps + k, stages)
-                    mine = pl.ds(wg * _SLAB, _SLAB)
+                    mine = pl.ds(wg * SLAB, SLAB)
                     plgpu.barrier_wait(filled.at[slot])
-                    for start in range(0, columns, _TILE):
-                        tile = weight_ring.at[slot, mine, pl.ds(start, _TILE)]
+                    for start in range(0, columns, TILE):
+                        tile = weight_ring.at[slot, mine, pl.ds(start, TILE)]
                         plgpu.wgmma(nans, tile, ones.transpose((1, 0)))
                     for i, decode in enumerate(decoders[any_scale]):
                         block = k * (columns // 32) + i * (chunk // 32)
                         slab, turn = weight_ring.at[slot, mine], lax.rem(r, turns)
                         values = decode(slab, scales.at[turn, wg], block)
                         part = rows_ring.at[slot, :, pl.ds(i * chunk, chunk)]
-                        plgpu.wgmma(sums, values, part.transpose((1, 0)))
+                        threads.multiply(
+                            sums, values, part, *(x.at[wg] for x in staging)
+                        )
                         plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(read.at[slot])
 
@@ -339,10 +179,10 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
 
             sums, nans = pl.run_scoped(
                 all_steps,
-                plgpu.WGMMAAccumulatorRef((_SLAB, tile_tokens), jnp.float32),
-                plgpu.WGMMAAccumulatorRef((_SLAB, 8), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((SLAB, tile_tokens), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((SLAB, 8), jnp.float32),
             )
-            first_row = (first_slab + r * warpgroups + wg) * _SLAB
+            first_row = (first_slab + r * warpgroups + wg) * SLAB
             store(sums, nans, out_ref, first_row, first_token)
 
         def pass_by(r):
@@ -359,7 +199,7 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
 
             @pl.when(wg == 0)
             def _():
-                _fill_with_ones(ones)  # pyright: ignore[reportCallIssue]
+                threads.fill_with_ones(ones)
                 plgpu.commit_smem()  # the tensor cores read it next
                 plgpu.barrier_arrive(ones_filled)
 
@@ -387,14 +227,15 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
         grid_names=("cta", "tokens"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
         scratch_types=[
             plgpu.SMEM(
-                (stages, _SLAB * warpgroups, columns), f8, transforms=_WEIGHT_TILE
+                (stages, SLAB * warpgroups, columns), f8, transforms=WEIGHT_TILE
             ),
             plgpu.SMEM(
-                (stages, tile_tokens, columns), jnp.bfloat16, transforms=_TOKEN_TILE
+                (stages, tile_tokens, columns), jnp.bfloat16, transforms=TOKEN_TILE
             ),
-            plgpu.SMEM((8, _TILE), f8, transforms=_WEIGHT_TILE),
+            plgpu.SMEM((8, TILE), f8, transforms=WEIGHT_TILE),
             plgpu.SMEM((turns, warpgroups, 2, scale_width), jnp.uint8),
             plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups + 1),
             plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups),
@@ -403,17 +244,19 @@ def _product(rows, weight, scale, tokens: int, sizes: block_sizes.WkvSizes):
                 num_arrivals=2 * warpgroups * -(-scale_width // _COPY_MAX),
             ),
             plgpu.Barrier(),
+            *threads.staging(warpgroups, chunk),
         ],
     )(rows, weight, scale)
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "sizes"))
+@functools.partial(jax.jit, static_argnames=("tokens", "interpret", "sizes"))
 def wkv_permuted(
     rows: jax.Array,
     weight: jax.Array,
     scale: jax.Array,
     *,
     tokens: int,
+    interpret: bool = False,
     sizes: block_sizes.WkvSizes | None = None,
 ) -> jax.Array:
     """Project rows that are already in the order of `permute_columns`.
@@ -423,6 +266,7 @@ def wkv_permuted(
       weight: e4m3 or uint8 [N, K].
       scale: uint8 [ceil(N/32), K/32].
       tokens: T, at least 1.
+      interpret: Run in Pallas' GPU interpreter, on a CPU.
       sizes: Block sizes that override the tuned ones.
 
     Returns:
@@ -431,7 +275,7 @@ def wkv_permuted(
     if sizes is None:
         sizes = block_sizes.wkv_sizes(tokens, *weight.shape)
     with jax.enable_x64(False):  # indices in the kernel are 32 bits wide
-        return _product(rows, weight, scale, tokens, sizes)
+        return _product(rows, weight, scale, tokens, sizes, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "sizes"))
@@ -450,13 +294,13 @@ def wkv_pallas(
       weight: e4m3 or uint8 [N, K], N a multiple of 8. K a multiple of 128 is taken as
         it is; any other K is padded, which copies the weight.
       scale: uint8 [ceil(N/32), K/32].
-      interpret: Must be False; see `INTERPRET_REASON`.
+      interpret: Run in Pallas' GPU interpreter, on a CPU.
       sizes: Block sizes that override the tuned ones.
 
     Returns:
       bfloat16 [T, N].
     """
-    reason = unsupported_reason(rows, weight, scale, interpret=interpret)
+    reason = unsupported_reason(rows, weight, scale)
     if reason is not None:
         raise NotImplementedError(f"wkv_pallas: {reason}")
     tokens = rows.shape[0]
@@ -465,4 +309,6 @@ def wkv_pallas(
     if rows.dtype == jnp.uint8:
         rows = mxfp8.dequantize(*mxfp8.unpack(rows))
     rows = permute_columns(rows.reshape(tokens, -1))
-    return wkv_permuted(rows, weight, scale, tokens=tokens, sizes=sizes)
+    return wkv_permuted(
+        rows, weight, scale, tokens=tokens, interpret=interpret, sizes=sizes
+    )

@@ -161,20 +161,53 @@ def test_no_tokens_give_no_tokens():
 
 
 def test_refuses_what_it_cannot_do():
+    weight, scale = make_weight(np.random.default_rng(0), 90, 64)
     rows = jnp.zeros((1, 64), jnp.bfloat16)
-    for height, interpret, reason in (
-        (96, True, "interpreter"),
-        (90, False, "the weight has 90 rows, not a multiple of 8"),
-    ):
-        weight, scale = make_weight(np.random.default_rng(0), height, 64)
-        operands = rows, jnp.asarray(weight), jnp.asarray(scale)
-        found = wkv_pallas.unsupported_reason(*operands, interpret=interpret)
-        assert reason in str(found)
-        with pytest.raises(NotImplementedError, match=reason):
-            wkv_pallas.wkv_pallas(*operands, interpret=interpret)
-    weight, scale = make_weight(np.random.default_rng(0), 96, 64)
     operands = rows, jnp.asarray(weight), jnp.asarray(scale)
+    reason = "the weight has 90 rows, not a multiple of 8"
+    assert wkv_pallas.unsupported_reason(*operands) == reason
+    with pytest.raises(NotImplementedError, match=reason):
+        wkv_pallas.wkv_pallas(*operands)
+    operands = rows, jnp.asarray(weight[:88]), jnp.asarray(scale)
     assert wkv_pallas.unsupported_reason(*operands) is None
+
+
+# ---- interpreted ---------------------------------------------------------------------
+
+
+def assert_near_float64(out, rows, weight, scale):
+    wide = np.asarray(rows).astype(np.float64)
+    expected = reference.wkv(wide, weight, scale)
+    dense = reference.wkv(np.eye(weight.shape[1]), weight, scale).T
+    with np.errstate(invalid="ignore"):
+        magnitude = np.abs(wide) @ np.abs(dense).T
+    got = np.asarray(out).astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    known = ~np.isnan(expected)
+    assert_within("wkv", got[known], expected[known], magnitude[known])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "height", "width", "sizes", "scales"),
+    [
+        # One CTA with all slabs, in two rounds; warpgroups left over.
+        (5, 320, 256, WkvSizes(128, 64, 2, 8, 1), (118, 130)),
+        # Nothing fills a tile: rows, columns, tokens. Large scales.
+        (3, 40, 96, None, (100, 200)),
+        # Several tiles of tokens, and a ring that outlasts its steps.
+        (20, 96, 384, WkvSizes(256, 128, 3, 8, 2), (0, 134)),
+    ],
+)
+def test_interpreted_kernel_is_near_float64(tokens, height, width, sizes, scales):
+    """Who takes which rows, the ring and its barriers, the ends, NaN marks."""
+    rng = np.random.default_rng(0)
+    weight, scale = make_weight(rng, height, width, scales=scales, nans=3)
+    scale[1, 2] = max(scale[1, 2], 255 * (scales[1] > 134))
+    rows = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    out = wkv_pallas.wkv_pallas(
+        rows, jnp.asarray(weight), jnp.asarray(scale), interpret=True, sizes=sizes
+    )
+    assert_near_float64(out, rows, weight, scale)
 
 
 # ---- compiled for Hopper -------------------------------------------------------------
@@ -266,18 +299,6 @@ def test_compiles_for_columns_spread_over_four_gpus(check_vma):
 
 
 # ---- on a GPU ------------------------------------------------------------------------
-
-
-def assert_near_float64(out, rows, weight, scale):
-    wide = np.asarray(rows).astype(np.float64)
-    expected = reference.wkv(wide, weight, scale)
-    dense = reference.wkv(np.eye(weight.shape[1]), weight, scale).T
-    with np.errstate(invalid="ignore"):
-        magnitude = np.abs(wide) @ np.abs(dense).T
-    got = np.asarray(out).astype(np.float64)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    known = ~np.isnan(expected)
-    assert_within("wkv", got[known], expected[known], magnitude[known])
 
 
 @pytest.mark.gpu
