@@ -110,15 +110,19 @@ def compute_as_stream(
 
     # The slot cache is given away: each step writes into the memory of the last one.
     @functools.partial(jax.jit, donate_argnames="slot_cache")
-    def step(weights, slot_cache, batch, hidden):
+    def step(weights, slot_cache, batch, text, start):
         model = nnx.merge(graph, weights)
+        tokens = batch["input_ids"].shape[0]
+        hidden = jax.lax.dynamic_slice_in_dim(text, start, tokens)
         engram_batch, slot_cache = model.batch(
             **batch, slot_cache=slot_cache, block_size=BLOCK_SIZE
         )
         outputs = _run_layers(model, hidden, engram_batch)
         return slot_cache, engram_batch.hash_ids, outputs
 
+    # On the device, as hidden states are in a model; the last chunk may be padded.
     hidden = stand_in_hidden_states(ids, stack.config)
+    text = jnp.pad(hidden, ((0, chunk), (0, 0), (0, 0)))
     blocks = -(-len(ids) // BLOCK_SIZE)
     block_table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     place = np.arange(len(ids), dtype=np.int32)
@@ -135,8 +139,7 @@ def compute_as_stream(
             token_buckets=(size,),
             request_buckets=(1,),
         )
-        padding = ((0, size - (stop - start)), (0, 0), (0, 0))
-        return step(weights, slot_cache, batch, np.pad(hidden[start:stop], padding))
+        return step(weights, slot_cache, batch, text, start)
 
     def empty_cache():
         return stack.hash_state.init_slot_cache(blocks * BLOCK_SIZE)
