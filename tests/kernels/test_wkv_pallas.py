@@ -170,6 +170,8 @@ def test_refuses_what_it_cannot_do():
         wkv_pallas.wkv_pallas(*operands)
     operands = rows, jnp.asarray(weight[:88]), jnp.asarray(scale)
     assert wkv_pallas.unsupported_reason(*operands) is None
+    reason = wkv_pallas.unsupported_reason(*operands, interpret=True)
+    assert reason == wkv_pallas.INTERPRET_REASON
 
 
 # ---- interpreted ---------------------------------------------------------------------
