@@ -1,10 +1,10 @@
-"""Run a command: ``python -m engram_jax check DIR``."""
+"""Run a command: ``python -m engram_jax check DIR`` or ``plan CONFIG``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from . import check
+from . import check, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m engram_jax", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in (("check", check),):
+    for name, command in (("check", check), ("plan", plan)):
         text = (command.__doc__ or "").partition(":")[0] + "."
         subparser = commands.add_parser(name, help=text, description=text)
         command.add_arguments(subparser)

@@ -182,7 +182,7 @@ def _select(sharding, rows):
 
 
 def _all_gather(sharding, rows):
-    rows = lax.all_gather(rows, sharding.table_axes, axis=2, tiled=True)
+    rows = _gather(rows, sharding.table_axes, 2)
     return _select(sharding, rows)
 
 
@@ -190,12 +190,12 @@ def _all_to_all(sharding, rows):
     split = _split_axes(sharding)
     kept = tuple(a for a in sharding.table_axes if a not in split)
     if split:
-        rows = lax.all_to_all(rows, split, 0, 2, tiled=True)
+        rows = _trade(rows, split, 0, 2)
         in_order = tuple(a for a in sharding.table_axes if a in split)
         if in_order != split:
             rows = _reorder_columns(sharding, rows, split, in_order)
     if kept:
-        rows = lax.all_gather(rows, kept, axis=2, tiled=True)
+        rows = _gather(rows, kept, 2)
     return rows
 
 
@@ -210,15 +210,15 @@ def _reorder_columns(sharding, rows, arrived, wanted):
 
 
 def _all_reduce(sharding, rows):
-    return _select(sharding, sum_bits(rows, sharding.table_axes))
+    return _select(sharding, _sum(rows, sharding.table_axes))
 
 
 def _reduce_scatter(sharding, rows):
     split = _split_axes(sharding)
     kept = tuple(a for a in sharding.table_axes if a not in split)
     if split:
-        rows = scatter_sum_bits(rows, split)
-    return sum_bits(rows, kept) if kept else rows
+        rows = _sum_and_split(rows, split)
+    return _sum(rows, kept) if kept else rows
 
 
 _EXCHANGES = {
@@ -229,63 +229,58 @@ _EXCHANGES = {
 }
 
 
-def _as_bits(x):
-    """The bits as integers: of all shards at most one has any, so they add up.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _over_bits(collective, x):
+    """Run a collective on the bits of floats.
 
-    A sum of floats would turn -0 into +0.
+    They travel as wide as they are (XLA's CPU compiler moves bfloat16 as float32), and
+    a sum of which all terms but one are zero keeps that one's bits: a sum of floats
+    would turn -0 into +0. Gradient: the collective's own.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return lax.bitcast_convert_type(x, width)
+        return collective(x)
+    width = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = collective(lax.bitcast_convert_type(x, width))
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_bits(rows: Array, axes: tuple[str, ...]) -> Array:
-    """Add up rows of which all devices but one hold zero bits; exact, -0 included.
-
-    Gradient: that of `lax.psum`.
-
-    Args:
-        rows: this device's rows, of any dtype.
-        axes: mesh axes to sum over.
-
-    Returns:
-        The one device's rows, on all.
-    """
-    total = lax.psum(_as_bits(rows), axes)
-    return total if total.dtype == rows.dtype else _back(total, rows.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def scatter_sum_bits(rows: Array, axes: tuple[str, ...]) -> Array:
-    """Add up rows as `sum_bits` does and keep this device's part of the first axis.
-
-    Gradient: that of `lax.psum_scatter`.
-
-    Args:
-        rows: this device's rows, of any dtype.
-        axes: mesh axes to sum over, in the order of the parts.
-
-    Returns:
-        [T / devices, ...].
-    """
-    total = lax.psum_scatter(_as_bits(rows), axes, scatter_dimension=0, tiled=True)
-    return total if total.dtype == rows.dtype else _back(total, rows.dtype)
-
-
-def _back(bits, dtype):
-    return lax.bitcast_convert_type(bits, dtype)
-
-
-sum_bits.defvjp(
-    lambda rows, axes: (sum_bits(rows, axes), None),
-    lambda axes, _, cotangent: (lax.psum(cotangent, axes),),
+_over_bits.defvjp(
+    lambda collective, x: (_over_bits(collective, x), x),
+    # Linear, so that x itself is not read, and inside jit not kept either.
+    lambda collective, x, cotangent: jax.vjp(collective, x)[1](cotangent),
 )
-scatter_sum_bits.defvjp(
-    lambda rows, axes: (scatter_sum_bits(rows, axes), None),
-    lambda axes, _, cotangent: (lax.all_gather(cotangent, axes, axis=0, tiled=True),),
-)
+
+
+def _gather(x, axes, axis):
+    return _over_bits(
+        functools.partial(lax.all_gather, axis_name=axes, axis=axis, tiled=True), x
+    )
+
+
+def _trade(x, axes, split_axis, concat_axis):
+    return _over_bits(
+        functools.partial(
+            lax.all_to_all,
+            axis_name=axes,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+            tiled=True,
+        ),
+        x,
+    )
+
+
+def _sum(x, axes):
+    return _over_bits(functools.partial(lax.psum, axis_name=axes), x)
+
+
+def _sum_and_split(x, axes):
+    return _over_bits(
+        functools.partial(
+            lax.psum_scatter, axis_name=axes, scatter_dimension=0, tiled=True
+        ),
+        x,
+    )
 
 
 def pad_tokens(
@@ -338,7 +333,7 @@ def gather_columns(x: Array, axes: tuple[str, ...], width: int) -> Array:
         [T, width].
     """
     if axes:
-        x = lax.all_gather(x, axes, axis=1, tiled=True)
+        x = _gather(x, axes, 1)
     return x[:, :width]
 
 
@@ -353,7 +348,7 @@ def columns_to_tokens(x: Array, axes: tuple[str, ...], width: int) -> Array:
     Returns:
         [T / devices, width].
     """
-    return lax.all_to_all(x, axes, 0, 1, tiled=True)[:, :width]
+    return _trade(x, axes, 0, 1)[:, :width]
 
 
 def _check(sharding, tables, hash_ids, layers) -> None:

@@ -173,6 +173,11 @@ def _most_shards(rows: int) -> int:
     return math.isqrt(rows)
 
 
+def exchanges_of(cut: Cut) -> tuple[Exchange, ...]:
+    """List the forms of exchange that suit a cut."""
+    return _EXCHANGES_OF_CUT[cut]
+
+
 def choose_exchange(
     cut: Cut, split: bool, exchange: Exchange | None
 ) -> tuple[Exchange, str]:

@@ -191,9 +191,11 @@ def test_packed_all_to_all_moves_264_bytes_a_row_and_about_half_of_bfloat16(tabl
     whole, everything_whole = rows_received(
         exchange="all_gather", row_format="bfloat16"
     )
+    assert whole == 12 * 2 * 24 * 64  # all tokens' rows from the other three
     assert packed <= 0.53 * whole
     assert everything <= 0.53 * everything_whole
     same_form, _ = rows_received(exchange="all_to_all", row_format="bfloat16")
+    assert same_form == 4 * 2 * 18 * 64
     assert packed <= 0.53 * same_form
 
 

@@ -1,0 +1,171 @@
+"""The plan of a mesh: what a run allocates, and what its compiled program moves."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+from flax import nnx
+from hlo_collectives import collectives, total_received
+from jax.sharding import NamedSharding
+from mesh_cases import mesh, stack24
+from small_stack import random_hidden
+
+from engram_jax import EngramConfig, EngramSharding
+from engram_jax.__main__ import main
+from engram_jax.plan import make_plan, transfers
+
+
+@pytest.fixture(scope="module")
+def config(v41) -> EngramConfig:
+    return EngramConfig.from_dict(v41["config"])
+
+
+CASES = [
+    ((1, 1), {}),
+    ((4, 1), {}),
+    ((1, 4), {}),
+    ((2, 2), {"exchange": "all_gather"}),
+    ((2, 3), {"ids_exchange": "all_to_all"}),
+    ((2, 2), {"sequence_parallel": True}),
+    ((2, 2), {"sequence_parallel": True, "shard_projection": True}),
+    ((2, 2), {"cut": "rows"}),
+    ((4, 1), {"cut": "rows", "exchange": "all_reduce"}),
+    ((2, 2), {"spread": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "choices"),
+    CASES,
+    ids=["-".join(map(str, (*s, *c.values()))) for s, c in CASES],
+)
+def test_figures_are_those_of_a_run(shape, choices):
+    """Bytes on every device as allocated, collectives as in the compiled program."""
+    (tp, dp), tokens = shape, 6
+    config, devices = stack24().config, mesh(tp, dp)
+    sharding = EngramSharding.on(devices, stack24().layout, **choices)
+    graph, state = nnx.split(stack24().shard(sharding))
+    plan = make_plan(config, tp=tp, dp=dp, tokens=tokens, **choices)
+    for device in devices.devices.flat:
+        held = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(state)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+        assert held == plan.device_bytes["device"]
+
+    def step(state, ids, positions, starts, hidden):
+        stack = nnx.merge(graph, state)
+        batch = stack.batch(ids, positions, starts)
+        return stack(3, stack(1, hidden, batch), batch)
+
+    total = tokens * dp
+    ids = jax.ShapeDtypeStruct((total,), "int32")
+    starts = jax.ShapeDtypeStruct((2,), "int32")
+    hidden = jax.ShapeDtypeStruct(
+        random_hidden(total).shape,
+        "bfloat16",
+        sharding=NamedSharding(devices, sharding.tokens),
+    )
+    hlo = jax.jit(step).lower(state, ids, ids, starts, hidden).compile().as_text()
+    moves = transfers(sharding, config, tokens)
+    expected = [
+        (move.collective, move.devices, move.result_bytes)
+        for move in moves
+        for _ in range(move.times)
+    ]
+    assert sorted(collectives(hlo)) == sorted(expected)
+    (chosen,) = [choice for choice in plan.choices if choice.chosen]
+    assert chosen.bytes_per_step == total_received(hlo)
+    assert chosen.bytes_per_token == chosen.bytes_per_step / tokens
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp"), [(1, 1), (2, 1), (8, 1), (8, 2), (8, 4), (4, 64), (8, 512), (1, 4096)]
+)
+def test_plans_go_up_to_4096_devices(config, tp, dp):
+    plan = make_plan(config, tp=tp, dp=dp, tokens=32, devices_per_process=8)
+    rows = 384_006_168 + 384_016_682
+    assert plan.devices == tp * dp == plan.shards
+    assert plan.table_bytes * plan.shards >= rows * 264
+    assert plan.table_bytes * plan.shards <= rows * 264 * 1.34
+    assert plan.device_bytes["process"] == 8 * plan.device_bytes["device"]
+    assert plan.cut == ("heads" if tp * dp <= 24 else "rows")
+    assert [choice.chosen for choice in plan.choices].count(True) == 1
+    if tp * dp == 1:
+        assert not any(choice.bytes_per_step for choice in plan.choices)
+
+
+def test_packed_rows_are_the_least_and_264_bytes_each(config):
+    """One replica of 4 gets 18 of 24 columns from the others, for both layers."""
+    plan = make_plan(config, dp=4, tokens=16)
+    best = min(plan.choices, key=lambda choice: choice.bytes_per_step)
+    assert best.chosen
+    assert (best.exchange, best.row_format) == ("all_to_all", "packed")
+    ids, rows = best.transfers
+    assert rows.received == 16 * 2 * 18 * 264
+    assert ids.received == 3 * 16 * 2 * 24 * 4
+
+
+def test_placements_take_what_they_say(config):
+    size = make_plan(config, tp=8).table_bytes
+
+    def taken(placement):
+        plan = make_plan(
+            config,
+            tp=8,
+            placement=placement,
+            devices_per_process=2,
+            processes_per_node=4,
+        )
+        assert plan.table_bytes == size
+        return plan.device_bytes["device"] - plan.weight_bytes, plan.host_bytes
+
+    assert taken("device") == (size, {"process": 0, "node": 0})
+    assert taken("pinned_host") == (0, {"process": 2 * size, "node": 8 * size})
+    assert taken("shared_host") == (0, {"process": 0, "node": 8 * size})
+    assert taken("mapped_file") == (0, {"process": 0, "node": 0})
+
+
+def test_command_prints_text_and_json(v41, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(v41["config"]))
+    assert (
+        main(["plan", str(tmp_path), "--tp", "2", "--dp", "4", "--tokens", "64"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "8 devices, tables cut by heads into 8 shards (8 shards for 24" in text
+    assert "->all_to_all      packed" in text
+    assert "Chosen (->): each device needs its own tokens' rows only." in text
+    assert "ids  all-gather over 4 devices" in text
+    assert main(["plan", str(path), "--json", "--sequence-parallel", "--tp", "8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["shards"] == 8
+    assert plan["reasons"]["exchange"]
+    assert main(["plan", str(path)]) == 0
+    assert "nothing travels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "tp is 0; it must be at least 1"),
+        (["--tp", "25", "--cut", "heads"], "1 devices would have no rows"),
+        (["--device-memory", "80"], "About 3 devices would do"),
+        (["--tp", "2", "--exchange", "all_reduce"], "cut by heads take"),
+    ],
+)
+def test_plans_that_cannot_work_say_why(
+    v41, tmp_path, capsys, library_errors, arguments, message
+):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(v41["config"]))
+    assert main(["plan", str(path), *arguments]) == 1
+    assert message in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "none")]) == 1
+    assert "does not exist" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="placement is 'disk'"):
+        make_plan(EngramConfig.from_dict(v41["config"]), placement="disk")  # pyright: ignore[reportArgumentType]
