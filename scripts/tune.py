@@ -53,8 +53,10 @@ def _filling_kernels() -> frozenset[str]:
     return frozenset(name for name, _ in run)
 
 
-def kernel_us(function: Callable[..., jax.Array], *operands: jax.Array) -> float:
-    """Time a call with a cold cache, in microseconds of kernel time."""
+def run_cold(
+    function: Callable[..., jax.Array], *operands: jax.Array
+) -> tuple[jax.Array, float]:
+    """Give a call's result, and its kernel time in microseconds with a cold cache."""
 
     @jax.jit
     def program(filler, first, *rest):
@@ -63,10 +65,10 @@ def kernel_us(function: Callable[..., jax.Array], *operands: jax.Array) -> float
         return function(first, *rest), filled
 
     measure = profiler.measure(program, aggregate=False, iterations=REPETITIONS)
-    _, runs = measure(_cache_filler(), *operands)
+    (result, _), runs = measure(_cache_filler(), *operands)
     assert runs, "CUPTI reported no kernel"
     filling = _filling_kernels()
-    return statistics.median(
+    return result, statistics.median(
         1e3 * sum(ms for name, ms in run if name not in filling) for run in runs
     )
 
@@ -87,8 +89,8 @@ def fastest(tokens, candidates, function, operands, expected) -> dict[str, Any] 
     for sizes in candidates:
         call = functools.partial(function, sizes=sizes)
         try:
-            _check(jax.jit(call)(*operands), expected)
-            us = kernel_us(call, *operands)
+            out, us = run_cold(call, *operands)
+            _check(out, expected)
         except (AssertionError, ValueError, NotImplementedError) as error:
             print(f"  {sizes}: refused: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -172,12 +174,12 @@ def find_crossover(entries: list[dict[str, Any]]) -> dict[str, int]:
         sizes = next((e["sizes"] for e in entries if tokens <= e["max_tokens"]), None)
         sizes = WkvSizes(**sizes) if sizes else None
         call = functools.partial(wkv_pallas.wkv_pallas, sizes=sizes)
-        us = kernel_us(call, rows, weight, scale)
+        _, us = run_cold(call, rows, weight, scale)
         xla = functools.partial(kernels.wkv, backend="xla")
         with_copy = functools.partial(xla, scale=None)
         for name, library in (
-            ("expanded", kernel_us(with_copy, rows, expanded)),
-            ("not_expanded", kernel_us(xla, rows, weight, scale)),
+            ("expanded", run_cold(with_copy, rows, expanded)[1]),
+            ("not_expanded", run_cold(xla, rows, weight, scale)[1]),
         ):
             print(f"  T={tokens} {us:8.2f} us, library {name} {library:8.2f} us")
             if us <= library:
