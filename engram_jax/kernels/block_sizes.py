@@ -128,7 +128,7 @@ def wkv_sizes(tokens: int, out_width: int, in_width: int) -> WkvSizes:
     padded = min(-(-max(tokens, 1) // 8) * 8, 64)
     if padded <= 16:
         return WkvSizes(256, 128, 3, padded)
-    return WkvSizes(128, 128, 4, padded)
+    return WkvSizes(256, 128, 2, padded)
 
 
 def wkv_prefers_library(tokens: int, *, expanded: bool = True) -> bool:
@@ -143,6 +143,6 @@ def wkv_prefers_library(tokens: int, *, expanded: bool = True) -> bool:
         tokens: T.
         expanded: whether the copy is there already.
     """
-    default = {"expanded": 64, "not_expanded": 128}
+    default = {"expanded": 64, "not_expanded": 192}
     crossover = tuned_table(_device()[0]).get("wkv_kernel_up_to_tokens", default)
     return tokens > crossover["expanded" if expanded else "not_expanded"]

@@ -143,8 +143,22 @@ def _product(rows, weight):
     if tokens < _MIN_ROWS:
         rows = jnp.pad(rows, ((0, _MIN_ROWS - tokens), (0, 0)))
     dims = (((1,), (1,)), ((), ()))
-    product = lax.dot_general(rows, weight, dims, preferred_element_type=jnp.float32)
-    return product[:tokens].astype(jnp.bfloat16)
+
+    def accumulate_wide(rows, weight):
+        product = lax.dot_general(
+            rows, weight, dims, preferred_element_type=jnp.float32
+        )
+        return product.astype(jnp.bfloat16)
+
+    def round_inside(rows, weight):
+        # cuBLAS accumulates in float32 anyway; a float32 result in memory that another
+        # kernel rounds takes a tenth longer.
+        return lax.dot_general(rows, weight, dims, preferred_element_type=jnp.bfloat16)
+
+    product = lax.platform_dependent(
+        rows, weight, cuda=round_inside, default=accumulate_wide
+    )
+    return product[:tokens]
 
 
 def _wkv_xla(rows, weight, scale):
