@@ -173,12 +173,17 @@ class EngramStack(nnx.Module):
             return self._fetch(self.sharding, *hashed)
         operands = self.hash_state.operands(**arguments)
         hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
-        mask = self.hash_state.token_mask(input_ids, query_start_loc, dead_mask)
-        batch = EngramBatch(hashes, mask, self._fused_rows(operands))
+        fused = self._fused_rows(operands)
+        if fused is not None:
+            rows, mask = fused
+        else:
+            rows = None
+            mask = self.hash_state.token_mask(input_ids, query_start_loc, dead_mask)
+        batch = EngramBatch(hashes, mask, rows)
         return batch if slot_cache is None else (batch, operands["slot_cache"])
 
     def _fused_rows(self, operands):
-        """All layers' rows by the kernel that also hashes, where that is faster."""
+        """All layers' rows and the mask, by the kernel that also hashes, if it pays."""
         tables = [layer.embedding for layer in self._layers]
         parts = [*tables, *self._layers, self.hash_state]
         backend = self.hash_state.backend

@@ -81,13 +81,18 @@ def kernel_times(
     assert runs is not None, "CUPTI reported no kernel"
     times = []
     for run in runs:
-        counted = [1e3 * ms for name, ms in run if not (is_kernel and "slice" in name)]
-        per_call, rest = divmod(len(counted), len(calls))
-        if rest:
-            times.append(sum(counted) / len(calls))
-            continue
-        starts = range(0, len(counted), per_call)
-        times += [sum(counted[i : i + per_call]) for i in starts]
+        names, per_call = [name for name, _ in run], len(run) // len(calls)
+        parts = [run[i * per_call : (i + 1) * per_call] for i in range(len(calls))]
+        if is_kernel:
+            counted = [ms for name, ms in run if "slice" not in name]
+            if len(counted) == len(calls):
+                times += [1e3 * ms for ms in counted]
+                continue
+        # XLA may run the calls' small kernels in another order, or several as one.
+        if names == names[:per_call] * len(calls):
+            times += [1e3 * sum(ms for _, ms in part) for part in parts]
+        else:
+            times.append(1e3 * sum(ms for _, ms in run) / len(calls))
     return times
 
 
@@ -249,7 +254,7 @@ def gate_suite() -> Iterator[Sample]:
             "gate",
             jax.jit(run["pallas"])(*calls[0]),
             jax.jit(run["xla"])(*calls[0]),
-            2.0**-8,
+            2.0**-7,  # neighbours in bfloat16
         )
         size = tokens * (3 * STREAMS + 1) * WIDTH * 2
         for variant, function in run.items():
@@ -274,10 +279,7 @@ def wkv_suite() -> Iterator[Sample]:
         def library(rows, weight, scale, expanded):
             del weight, scale
             dims = (((1,), (1,)), ((), ()))
-            out = lax.dot_general(
-                rows, expanded, dims, preferred_element_type=jnp.float32
-            )
-            return out.astype(jnp.bfloat16)
+            return lax.dot_general(rows, expanded, dims)
 
         _check_close(
             "wkv", jax.jit(chosen)(*calls[0]), jax.jit(library)(*calls[0]), 2.0**-7
@@ -328,11 +330,16 @@ def step_suite() -> Iterator[Sample]:
     """Time a decode step of two layers, and prefill of 4,096 tokens."""
     stack = make_stack()
     stack.expand_projections()
-    graph, state = nnx.split(stack)
+    graph, tree = nnx.split(stack)
+    # Leaves, since a call flattens an `nnx.State` in 45 us, a list of arrays in 10.
+    state, structure = jax.tree.flatten(tree)
+
+    def merge(state):
+        return nnx.merge(graph, jax.tree.unflatten(structure, state))
 
     def step(state, hidden, window, window_dead, tokens, positions):
-        stack = nnx.merge(graph, state)
-        starts = jnp.arange(tokens.shape[0] + 1)
+        stack = merge(state)
+        starts = np.arange(tokens.shape[0] + 1)  # one token of each request
         batch = stack.batch(
             tokens,
             positions,
@@ -361,7 +368,7 @@ def step_suite() -> Iterator[Sample]:
         calls = [(state, *start(), ids, positions) for ids in draws]
         times = kernel_times(step, calls)
         yield _sample("decode_kernels", "auto", tokens, times)
-        compiled = jax.jit(step, donate_argnums=(1, 2, 3))
+        compiled = jax.jit(step, donate_argnums=1)  # windows are a few bytes
         carry = compiled(state, *start(), draws[0], positions)
         walls = []
         for _ in range(7):
@@ -381,11 +388,11 @@ def step_suite() -> Iterator[Sample]:
     kv = jax.random.normal(jax.random.key(2), (tokens, OUTPUTS), jnp.bfloat16)
 
     def prefill(state, hidden, batch):
-        stack = nnx.merge(graph, state)
+        stack = merge(state)
         return _run_layers(stack, hidden, stack.batch(**batch))
 
     def without_projection(state, hidden, batch, kv):
-        stack = nnx.merge(graph, state)
+        stack = merge(state)
         batch = stack.batch(**batch)
         rows = [
             stack.layers[i].rows(stack.hash_ids(i, batch)) for i in CONFIG.layer_ids

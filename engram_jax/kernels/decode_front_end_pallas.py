@@ -22,6 +22,7 @@ from engram_jax.layout import EngramLayout
 
 from .mosaic_pallas import (
     WARPGROUP,
+    Predicate,
     Word,
     address,
     decode_e4m3,
@@ -89,15 +90,19 @@ def _pick(layer: Word, values: Sequence[Word]) -> Word:
 
 def _find_row(
     refs: Refs, batch: Batch, layout: EngramLayout, layer: Word, token: Word, col: Word
-) -> Word:
-    """Hash one column of one token; -1 for a token of no request."""
+) -> tuple[Word, Predicate]:
+    """Hash one column of one token, and say whether the token is alive.
+
+    The row of a token of no request is -1.
+    """
     places = [Word.of(back) for back in range(batch.depth)]
     multipliers = read_multipliers(refs, batch, layer)
     factor, prime, offset = read_column(refs, layer * layout.n_hash_cols + col)
     values, owned = read_back(refs, batch, token, places)
     ids = close_window(values, batch.pad_id)
     rolling = roll(ids, multipliers, col // layout.n_heads)
-    return owned.select(remainder(rolling, factor, prime) + offset, -1)
+    row = owned.select(remainder(rolling, factor, prime) + offset, -1)
+    return row, owned & values[0].compare("sge", 0)
 
 
 def _move_piece(
@@ -115,7 +120,10 @@ def _move_piece(
     number = exists.select(piece, 0)
     slot, part = number // per_row, number % per_row
     token, col = slot // layout.n_hash_cols, slot % layout.n_hash_cols
-    row = _find_row(refs, batch, layout, layer, token, col)
+    row, alive = _find_row(refs, batch, layout, layer, token, col)
+    is_first = layer.compare("eq", 0) & col.compare("eq", 0) & part.compare("eq", 0)
+    mask = address(refs["alive"]) + token.widen()
+    store(mask, [alive.select(Word.of(1), 0)], width=8, only_if=exists & is_first)
     inside = exists & row.compare("ult", _pick(layer, [Word.of(r) for r in rows]))
 
     # Part (64-block, b) holds the words a = 0 to 3 at byte 16 a + 4 b of its block.
@@ -154,7 +162,7 @@ def decode_front_end_pallas(
     pad_id: int,
     block_size: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Hash every token's n-grams and read their rows, for all layers.
 
     Equals, for each layer l, ``permute_columns(lookup(weights[l], scales[l],
@@ -178,8 +186,9 @@ def decode_front_end_pallas(
       interpret: Must be False; see `ngram_hash_pallas.INTERPRET_REASON`.
 
     Returns:
-      One bfloat16 [`padded_tokens` (T), C * D] a layer. Rows from T on are not written
-      and hold anything; the projection does not use what comes of them.
+      One bfloat16 [`padded_tokens` (T), C * D] a layer, and which tokens are alive,
+      bool [T]: of a request, and not dead. Rows from T on are not written and hold
+      anything; the projection does not use what comes of them.
     """
     reason = unsupported_reason(
         weights, scales, input_ids, layout=layout, pad_id=pad_id, interpret=interpret
@@ -191,7 +200,8 @@ def decode_front_end_pallas(
         (padded_tokens(input_ids.shape[0]), columns * width), jnp.bfloat16
     )
     if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
-        return tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
+        rows = tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
+        return rows, jnp.zeros(input_ids.shape, jnp.bool_)
     operands = batch_operands(
         input_ids,
         positions,
@@ -209,14 +219,14 @@ def decode_front_end_pallas(
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(plgpu.RefType(),) * (len(operands) + 3 * layers),
+            *(plgpu.RefType(),) * (len(operands) + 3 * layers + 1),
             *(plgpu.Layout.WG_SPLAT,) * 2,
         ),
     )
     def move(ctx, *arguments):
         del ctx
-        *buffers, layer, cta = arguments
-        refs = dict(zip(operands, buffers, strict=False))
+        *buffers, alive, layer, cta = arguments
+        refs = dict(zip(operands, buffers, strict=False)) | {"alive": alive}
         buffers = buffers[len(operands) :]
         tables = [tuple(buffers[layer::layers]) for layer in range(layers)]
         piece = Word(cta.registers.item()) * WARPGROUP + thread_index()
@@ -227,9 +237,11 @@ def decode_front_end_pallas(
         move(*buffers, lax.axis_index("layer"), lax.axis_index("cta"))
 
     pieces = batch.tokens * columns * width // _PIECE
-    return plgpu.kernel(
+    alive_type = jax.ShapeDtypeStruct(input_ids.shape, jnp.bool_)
+    *rows_out, alive = plgpu.kernel(
         decode_front_end,
-        out_type=(out_type,) * layers,
+        out_type=(*(out_type,) * layers, alive_type),
         grid=(layers, -(-pieces // WARPGROUP)),
         grid_names=("layer", "cta"),
     )(*operands.values(), *weights, *scales)
+    return tuple(rows_out), alive

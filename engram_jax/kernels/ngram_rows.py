@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float8e4m3fn, UInt8
+from jaxtyping import Array, Bool, Float8e4m3fn, UInt8
 
 from engram_jax.layout import EngramLayout
 
@@ -34,7 +34,7 @@ def ngram_rows(
     block_size: int | None = None,
     backend: Backend | None = None,
     **batch: Any,
-) -> tuple[OrderedRows, ...] | None:
+) -> tuple[tuple[OrderedRows, ...], Bool[Array, " T"]] | None:
     """Hash every token's n-grams and read their rows, for all layers.
 
     `rows_l = lookup(weights[l], scales[l], ngram_hash(..)[:, l])`, in the order in
@@ -55,8 +55,8 @@ def ngram_rows(
             `NgramHashState.operands` makes.
 
     Returns:
-        One layer's rows each; or None where `ngram_hash` and `lookup` are to be used
-        one after the other.
+        Each layer's rows, and which tokens are alive (of a request, and not dead), bool
+        [T]; or None where `ngram_hash` and `lookup` are to be used one after the other.
 
     """
     operands = tuple(batch.get(name) for name in _NAMES)
@@ -85,7 +85,7 @@ def ngram_rows(
     kernel = functools.partial(
         decode_front_end_pallas.decode_front_end_pallas, **static, interpret=False
     )
-    rows = jax.custom_batching.sequential_vmap(kernel)(
+    rows, alive = jax.custom_batching.sequential_vmap(kernel)(
         tuple(weights), tuple(scales), *operands
     )
-    return tuple(OrderedRows(values, tokens) for values in rows)
+    return tuple(OrderedRows(values, tokens) for values in rows), alive

@@ -38,6 +38,16 @@ def separate_kernels(batch, layout, weights, scales):
         yield np.asarray(wkv_pallas.permute_columns(rows.reshape(len(rows), -1)))
 
 
+def alive_tokens(batch):
+    """Tokens of a request that are neither dead nor outside the vocabulary."""
+    ids = np.asarray(batch["input_ids"])
+    alive = (ids >= 0) & (ids < len(batch["token_map"]))
+    if batch.get("dead_mask") is not None:
+        alive &= ~np.asarray(batch["dead_mask"])
+    starts, token = batch["query_start_loc"], np.arange(len(ids))
+    return alive & (token >= starts[0]) & (token < starts[-1])
+
+
 @pytest.mark.parametrize(
     ("sizes", "history"),
     [
@@ -67,8 +77,9 @@ def test_inline_code_equals_separate_kernels(monkeypatch, sizes, history):
         n[2]: np.full((16, e.shape[1]), 0.5, ml_dtypes.bfloat16)
         for n, e in zip(names, expected, strict=True)
     }
+    alive = np.full(static.tokens, 2, np.uint8)
     pieces = static.tokens * layout.n_hash_cols * width // 16 + 3
-    memory = Memory(buffers, out, threads=pieces)
+    memory = Memory(buffers, out | {"alive": alive}, threads=pieces)
     simulate(monkeypatch, memory, ngram_hash_pallas, decode_front_end_pallas)
     for layer in range(layout.num_layers):
         decode_front_end_pallas._move_piece(
@@ -85,6 +96,7 @@ def test_inline_code_equals_separate_kernels(monkeypatch, sizes, history):
         actual, padding = np.split(written, [static.tokens])
         assert (padding == 0.5).all()  # stays as it was
         assert_same_rows(actual, wanted)
+    np.testing.assert_array_equal(alive, alive_tokens(batch))
 
 
 def test_refuses_what_it_cannot_do():
@@ -120,8 +132,9 @@ def test_compiles_for_hopper(tokens, history):
         scales,
         batch,
     )
-    shapes = [out.shape for out in compiled.out_info]
-    assert shapes == [(8 if tokens == 1 else 16, 6144)] * 2
+    rows, alive = compiled.out_info
+    assert [out.shape for out in rows] == [(8 if tokens == 1 else 16, 6144)] * 2
+    assert (alive.shape, alive.dtype) == ((tokens,), jnp.bool_)
     assert "fusion" not in aot.text_of(compiled)  # nothing but the kernel
 
 
@@ -132,13 +145,14 @@ def test_kernel_equals_separate_kernels(tokens, history):
     layout = make_layout(smallest=500)
     batch = random_batch(tokens, tokens, 1 + tokens // 2, 4, **history)
     weights, scales = zip(*tables(layout, 256), strict=True)
-    out = decode_front_end_pallas.decode_front_end_pallas(
+    out, alive = decode_front_end_pallas.decode_front_end_pallas(
         [*map(jnp.asarray, weights)],
         [*map(jnp.asarray, scales)],
         **batch,
         layout=layout,
         pad_id=PAD_ID,
     )
+    np.testing.assert_array_equal(alive, alive_tokens(batch))
     expected = separate_kernels(batch, layout, weights, scales)
     for actual, wanted in zip(out, expected, strict=True):
         assert_same_rows(np.asarray(actual)[:tokens], wanted)
