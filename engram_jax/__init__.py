@@ -10,11 +10,13 @@ from .config import EngramConfig as EngramConfig
 from .constant import Constant as Constant
 from .embedding import ParallelEngramEmbedding as ParallelEngramEmbedding
 from .hash_state import NgramHashState as NgramHashState
+from .hot_rows import HotRowCache as HotRowCache
 from .layer import Engram as Engram
 from .layout import EngramLayout as EngramLayout
 from .layout import compute_hash_multipliers as compute_hash_multipliers
 from .layout import find_next_prime as find_next_prime
 from .mesh_stack import pad_replicas as pad_replicas
+from .prefetch import EngramPrefetch as EngramPrefetch
 from .sharding import EngramSharding as EngramSharding
 from .stack import EngramBatch as EngramBatch
 from .stack import EngramStack as EngramStack

@@ -3,6 +3,7 @@
 import mmap
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from .config import QUANT_BLOCK
 from .constant import Constant
 from .mxfp8 import pack, scale_bytes
 from .safetensors_file import TensorInfo, map_bytes, read_rows
+from .staging import host_view
 
 _PROBE_ROWS = 64
 
@@ -85,6 +87,22 @@ class MappedFileTable:
         Raises:
           ValueError: As `lookup_packed`.
         """
+        ids = np.asarray(ids)
+        width = self.head_dim + self.head_dim // QUANT_BLOCK
+        out = np.empty((ids.size, width), np.uint8)
+        self.read_into(ids.reshape(-1), out)
+        return out.reshape(*ids.shape, width)
+
+    def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
+        """Read rows on the host into memory that is there; threads may do so at once.
+
+        Args:
+          ids: Rows [n]; an id outside the table reads as zeros.
+          out: [n, D + D/32], to be written.
+
+        Raises:
+          ValueError: As `lookup_packed`.
+        """
         # A page that its file no longer has kills the process (SIGBUS), so the check
         # comes before the first access.
         for path, identity in self._identities.items():
@@ -93,12 +111,10 @@ class MappedFileTable:
                     f"{path} was truncated, replaced or changed since its table was "
                     f"opened (it had {identity[0]} bytes). Load the checkpoint again."
                 )
-        ids = np.asarray(ids)
-        flat = ids.reshape(-1)
-        known = np.flatnonzero((flat >= 0) & (flat < self.num_rows))
-        rows = flat[known].astype(np.int64)  # byte offsets pass 2**31
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
-        out = np.zeros((flat.size, width), np.uint8)
+        known = np.flatnonzero((ids >= 0) & (ids < self.num_rows))
+        if known.size < ids.size:
+            out[...] = 0
+        rows = ids[known].astype(np.int64)  # byte offsets pass 2**31
         # Rows of the first few tokens show whether the table is in the page cache. If
         # not, asking for all missing pages at once lets the disk work in parallel; if
         # it is, that would only cost time.
@@ -108,7 +124,6 @@ class MappedFileTable:
             for part in self._parts:
                 part.will_need(rows[_PROBE_ROWS:])
         self._read(rows[_PROBE_ROWS:], known[_PROBE_ROWS:], out)
-        return out.reshape(*ids.shape, width)
 
     def stored_rows(
         self, part: Literal["weight", "scale"], start: int, stop: int
@@ -200,6 +215,17 @@ class PinnedHostTable(nnx.Module):
         )
         self.scale = Constant(jax.device_put(bytes_of_scale, sharding))
 
+    def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
+        """Read rows on the host into memory that is there; threads may do so at once.
+
+        Args:
+          ids: Rows [n]; an id outside the table reads as zeros.
+          out: [n, D + D/32], to be written.
+        """
+        # NumPy's own conversion would copy a table of a GPU's pinned memory.
+        parts = [host_view(part[...]) for part in (self.weight, self.scale)]
+        take_rows([part.view(np.uint8) for part in parts], ids, out)
+
     def stored_rows(
         self, part: Literal["weight", "scale"], start: int, stop: int
     ) -> npt.NDArray[np.uint8]:
@@ -230,6 +256,40 @@ class PinnedHostTable(nnx.Module):
             for table in (self.weight, self.scale)
         )
         return jnp.where(known[..., None], pack(values, scales), jnp.uint8(0))
+
+
+def take_rows(
+    parts: Sequence[npt.NDArray[np.uint8]],
+    ids: npt.NDArray[Any],
+    out: npt.NDArray[np.uint8],
+) -> None:
+    """Gather rows whose parts lie in one or several arrays.
+
+    Args:
+      parts: Bytes [R, width] of each part, in the order of a packed row.
+      ids: Rows [n]; one outside 0..R-1 reads as zeros.
+      out: [n, sum of widths], to be written.
+
+    Example:
+      >>> out = np.empty((2, 3), np.uint8)
+      >>> table = np.arange(8, dtype=np.uint8)
+      >>> take_rows([table[:4].reshape(2, 2), table[4:6].reshape(2, 1)],
+      ...           np.array([1, -1]), out)
+      >>> out.tolist()
+      [[2, 3, 5], [0, 0, 0]]
+    """
+    column = 0
+    for part in parts:
+        place = out[:, column : column + part.shape[1]]
+        column += part.shape[1]
+        # "clip" is the mode in which NumPy writes to `out` without a buffer between.
+        if place.flags.c_contiguous:
+            np.take(part, ids, 0, place, "clip")
+        else:
+            place[...] = np.take(part, ids, 0, mode="clip")
+    outside = (ids < 0) | (ids >= parts[0].shape[0])
+    if outside.any():
+        out[outside] = 0
 
 
 def pinned_host_sharding() -> jax.sharding.Sharding:

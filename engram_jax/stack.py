@@ -19,6 +19,7 @@ from .layer import Engram
 from .layout import EngramLayout
 from .mesh_stack import hash_on_mesh
 from .sharding import EngramSharding
+from .staged_rows import StagedRows
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +34,9 @@ class EngramBatch:
         token_mask: bool [T], False where the gate is shut.
         rows: on a mesh, the rows of all layers, fetched by one exchange:
             [T padded, L, C, D + D/32] bytes, or D floats. On one device a tuple of
-            each layer's, where one kernel reads all of them (few tokens, on a GPU);
-            else None, and each layer reads its own.
+            each layer's: where one kernel reads all of them (few tokens, on a GPU), or
+            where `EngramPrefetch` fetched them (`StagedRows`). None, also in the tuple:
+            the layer reads its own.
     """
 
     # Not typed further: JAX builds pytrees of placeholders, too.
@@ -292,14 +294,17 @@ class EngramStack(nnx.Module):
         Raises:
             KeyError: the layer has no Engram.
         """
-        hash_ids = self.hash_ids(layer_id, batch)
+        self._check_layer(layer_id)
         layer = self.layers[layer_id]
-        if batch.rows is None:
-            return layer(hidden_states, hash_ids, batch.token_mask)
         index = self.config.layer_ids.index(layer_id)
-        rows = (
-            batch.rows[index] if isinstance(batch.rows, tuple) else batch.rows[:, index]
-        )
+        rows = batch.rows
+        if rows is not None:
+            rows = rows[index] if isinstance(rows, tuple) else rows[:, index]
+        if rows is None:
+            hash_ids = self.hash_ids(layer_id, batch)
+            return layer(hidden_states, hash_ids, batch.token_mask)
+        if isinstance(rows, StagedRows):
+            rows = rows.packed()
         return layer.gate(hidden_states, layer.project(rows), batch.token_mask)
 
     def hash_ids(self, layer_id: int, batch: EngramBatch) -> Int32[Array, "T C"]:
@@ -314,9 +319,18 @@ class EngramStack(nnx.Module):
 
         Raises:
             KeyError: the layer has no Engram.
+            ValueError: the batch was prefetched, and has rows instead.
         """
+        self._check_layer(layer_id)
+        if batch.hash_ids is None:
+            raise ValueError(
+                "this batch has no hash_ids, since EngramPrefetch fetched all of its "
+                "rows; EngramStack.batch gives them"
+            )
+        return batch.hash_ids[:, self.config.layer_ids.index(layer_id)]
+
+    def _check_layer(self, layer_id: int) -> None:
         if layer_id not in self.config.layer_ids:
             raise KeyError(
                 f"layer {layer_id} has no Engram; layers {self.config.layer_ids} do"
             )
-        return batch.hash_ids[:, self.config.layer_ids.index(layer_id)]

@@ -1,0 +1,456 @@
+"""Rows fetched ahead against the direct lookup, over every kind of table and batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import mesh_cases
+import numpy as np
+import pytest
+from flax import nnx
+from small_stack import CONFIG, make_stack, random_hidden, random_ids
+
+import engram_jax
+from engram_jax.host_storage import MappedFileTable, PinnedHostTable
+from engram_jax.prefetch import EngramPrefetch
+from engram_jax.safetensors_file import SafetensorsWriter, read_header
+from engram_jax.sharding import EngramSharding
+
+PLACEMENTS = ("device", "pinned_host", "mapped_file")
+
+
+def with_storage(stack, storage_of) -> engram_jax.EngramStack:
+    """Gives a stack's layers other tables with the same rows."""
+    layers = {}
+    for layer_id, layer in stack.layers.items():
+        table = layer.embedding
+        storage = storage_of(
+            layer_id, np.asarray(table.weight[...]), np.asarray(table.scale[...])
+        )
+        layers[layer_id] = engram_jax.Engram(
+            engram_jax.ParallelEngramEmbedding.from_storage(storage),
+            layer.wkv_weight[...],
+            layer.wkv_scale[...],
+            layer.q_weight[...],
+            layer.k_weight[...],
+            eps=layer.eps,
+        )
+    return engram_jax.EngramStack(stack.config, stack.hash_state, layers)
+
+
+def mapped(folder):
+    """Makes tables in files of a folder."""
+
+    def storage(layer_id, values, scales):
+        path = folder / f"{layer_id}.safetensors"
+        tensors = {
+            "weight": ("F8_E4M3", values.shape),
+            "scale": ("F8_E8M0", scales.shape),
+        }
+        with SafetensorsWriter(path, tensors) as writer:
+            writer.write("weight", values)
+            writer.write("scale", scales)
+        infos = read_header(path)
+        return MappedFileTable(infos["weight"], infos["scale"])
+
+    return storage
+
+
+def pinned(layer_id, values, scales):
+    del layer_id
+    return PinnedHostTable(values, scales)
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory) -> dict[str, engram_jax.EngramStack]:
+    device = make_stack()
+    files = mapped(tmp_path_factory.mktemp("tables"))
+    return {
+        "device": device,
+        "pinned_host": with_storage(device, pinned),
+        "mapped_file": with_storage(device, files),
+    }
+
+
+def random_batch(tokens: int, seed: int) -> dict[str, Any]:
+    """Makes a ragged batch with dead tokens and lookback windows."""
+    rng = np.random.default_rng(seed)
+    requests = int(rng.integers(1, 5))
+    cuts = np.sort(rng.integers(0, tokens + 1, requests - 1))
+    starts = np.array([0, *cuts, tokens if seed % 3 else max(0, tokens - 2)])
+    starts = np.minimum(starts, starts[-1])
+    first = rng.integers(0, 6, requests)
+    owner = np.searchsorted(starts[1:], np.arange(tokens), side="right")
+    owner = np.minimum(owner, requests - 1)
+    return {
+        "input_ids": random_ids(tokens, seed),
+        "positions": (np.arange(tokens) - starts[owner] + first[owner]).clip(0),
+        "query_start_loc": starts,
+        "dead_mask": rng.random(tokens) < 0.1,
+        "lookback_token_ids": rng.integers(-1, CONFIG.vocab_size, (requests, 3)),
+    }
+
+
+def run_layers(stack, hidden, batch):
+    for layer_id in CONFIG.layer_ids:
+        hidden = stack(layer_id, hidden, batch)
+    return hidden
+
+
+def make_step(stack):
+    """Compiles all layers of a batch; hashes of a batch on the device; both."""
+    graph, state = nnx.split(stack)
+
+    @jax.jit
+    def step(hidden, batch):
+        return run_layers(nnx.merge(graph, state), hidden, batch)
+
+    @jax.jit
+    def hash_batch(arguments):
+        return nnx.merge(graph, state).batch(**arguments)
+
+    return step, hash_batch
+
+
+def direct_rows(stack, hashes) -> list[np.ndarray]:
+    return [
+        np.asarray(layer.embedding.lookup_packed(jnp.asarray(hashes[:, index])))
+        for index, layer in enumerate(stack.layers.values())
+    ]
+
+
+def storage_parts(storage):
+    return storage.weight, storage.scale
+
+
+def same(actual, expected) -> None:
+    np.testing.assert_array_equal(
+        np.asarray(actual).view(np.uint8), np.asarray(expected).view(np.uint8)
+    )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("tokens", "unique"), [(0, False), (1, False), (61, False), (0, True), (61, True)]
+)
+def test_outputs_equal_the_direct_lookup(stacks, placement, tokens, unique):
+    stack = stacks[placement]
+    step, hash_batch = make_step(stack)
+    arguments = random_batch(tokens, seed=tokens + 1)
+    hidden = random_hidden(tokens)
+    expected = step(hidden, hash_batch(arguments))
+    with EngramPrefetch(stack, threads=2, unique=unique) as prefetch:
+        from_tokens = prefetch.start(**arguments)
+        same(step(hidden, from_tokens.result()), expected)
+        from_hashes = prefetch.start(hash_batch(arguments))
+        same(step(hidden, from_hashes.result()), expected)
+
+
+def test_200_random_batches_overlapped_equal_serial(stacks):
+    """PITFALLS 34: buffers are filled while steps that read others still run."""
+    stack = stacks["pinned_host"]
+
+    @jax.jit
+    def step(batch, weight):
+        # Long enough for the next fetch to overlap, and the rows are read last.
+        for _ in range(3):
+            weight = jnp.tanh(weight @ weight)
+        rows = [part.packed() for part in batch.rows]
+        return jax.lax.optimization_barrier((rows, weight.sum()))[0]
+
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(160, 160)), jnp.float32)
+    rows = [900, 1000]
+    batches = [
+        np.stack(
+            [rng.integers(-1, n, (t, stack.layout.n_hash_cols)) for n in rows], axis=1
+        )
+        for t in rng.choice([3, 40, 41, 160], 200)
+    ]
+    tables = [
+        np.concatenate(
+            [np.asarray(part[...]).view(np.uint8) for part in storage_parts(storage)], 1
+        )
+        for storage in (layer.embedding.storage for layer in stack.layers.values())
+    ]
+    results = []
+    with EngramPrefetch(stack, threads=2, unique=None) as prefetch:
+        pending = prefetch.start(batches[0])
+        for following in [*batches[1:], None]:
+            batch = pending.result()
+            if following is not None:
+                pending = prefetch.start(following)
+            results.append(step(batch, weight))  # not waited for
+    for hashes, layers in zip(batches, results, strict=True):
+        for index, (table, actual) in enumerate(zip(tables, layers, strict=True)):
+            ids = hashes[:, index]
+            wanted = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0)
+            np.testing.assert_array_equal(np.asarray(actual), wanted)
+
+
+def test_cached_rows_equal_direct_ones_while_rows_come_and_go(stacks):
+    stack = stacks["pinned_host"]
+    step, hash_batch = make_step(stack)
+    rng = np.random.default_rng(3)
+    hidden = random_hidden(48)
+    width = CONFIG.head_dim + 1
+    with EngramPrefetch(stack, threads=2, hot_rows=2 * 64 * width) as prefetch:
+        for round_ in range(25):
+            arguments = random_batch(48, seed=round_)
+            # Few distinct tokens, other ones from time to time.
+            arguments["input_ids"] = rng.integers(0, 6, 48) + round_ // 8 * 6
+            pending = prefetch.start(**arguments)
+            same(step(hidden, pending.result()), step(hidden, hash_batch(arguments)))
+        counters = prefetch.counters
+    assert counters.hits > 0.1 * counters.rows
+    assert counters.admitted > 20
+    total = counters.hits + counters.duplicates + counters.rows_from_host
+    assert total == counters.rows
+    assert counters.bytes_from_host == counters.rows_from_host * width
+    assert 0 < counters.host_share < 1
+
+
+def test_slot_cache_batches_come_through_the_stack(stacks):
+    stack = stacks["pinned_host"]
+    step, _ = make_step(stack)
+    cache = stack.hash_state.init_slot_cache(64)
+    arguments = {
+        "input_ids": random_ids(8),
+        "positions": np.arange(8),
+        "query_start_loc": [0, 8],
+        "slot_mapping": np.arange(8),
+        "block_table": [[0, 1]],
+        "block_size": 8,
+    }
+    batch, _ = stack.batch(slot_cache=cache, **arguments)
+    hidden = random_hidden(8)
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        same(step(hidden, prefetch.start(batch).result()), step(hidden, batch))
+        with pytest.raises(ValueError, match="slot cache lives on the device"):
+            prefetch.start(slot_cache=cache, **arguments)
+
+
+def test_layers_may_have_different_placements(stacks):
+    """PITFALLS 33: no side conditions."""
+    mixed = {
+        1: stacks["device"].layers[1],
+        3: stacks["mapped_file"].layers[3],
+    }
+    stack = engram_jax.EngramStack(CONFIG, stacks["device"].hash_state, mixed)
+    step, hash_batch = make_step(stack)
+    arguments = random_batch(20, seed=5)
+    with EngramPrefetch(stack, threads=2) as prefetch:
+        batch = prefetch.start(**arguments).result()
+        assert batch.rows[0] is None
+        same(
+            step(random_hidden(20), batch),
+            step(random_hidden(20), hash_batch(arguments)),
+        )
+
+
+def test_one_program_for_one_shape(stacks):
+    stack = stacks["pinned_host"]
+    graph, state = nnx.split(stack)
+
+    @jax.jit
+    @chex.assert_max_traces(1)
+    def step(hidden, batch):
+        return run_layers(nnx.merge(graph, state), hidden, batch)
+
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        for seed in range(4):
+            pending = prefetch.start(**random_batch(16, seed))
+            step(random_hidden(16), pending.result())
+    chex.clear_trace_counter()
+
+
+def test_a_batch_that_came_too_late_is_refused_not_garbage(stacks):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        old = prefetch.start(**random_batch(5, 0)).result()
+        prefetch.start(**random_batch(5, 1)).result()
+        with pytest.raises(RuntimeError, match="deleted"):
+            jax.block_until_ready([rows.packed() for rows in old.rows])
+
+
+def test_a_running_step_blocks_the_refill(stacks):
+    stack = stacks["pinned_host"]
+
+    @jax.jit
+    def slow(batch, weight):
+        weight = jax.lax.fori_loop(0, 150, lambda _, w: jnp.tanh(w @ w), weight)
+        # The rows are read when the loop is over.
+        zero = (weight.sum() * 0).astype(jnp.uint8)
+        return batch.rows[0].packed() + zero
+
+    first, second = (random_batch(9, seed) for seed in (0, 1))
+    expected = direct_rows(stack, np.asarray(stack.batch(**first).hash_ids))[0]
+    weight = jnp.eye(400)
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        rows = slow(prefetch.start(**first).result(), weight)
+        same(rows, expected)
+        rows = slow(prefetch.start(**first).result(), weight)
+        prefetch.start(**second).result()  # retires its buffer
+        pending = prefetch.start(**second)  # would fill it again
+        waited = not rows.is_ready()
+        while not pending.done():
+            time.sleep(0.001)
+        assert rows.is_ready()
+        same(rows, expected)
+        pending.result()
+    assert waited
+
+
+def test_errors_of_threads_surface_where_rows_are_used(stacks, tmp_path):
+    stack = with_storage(stacks["device"], mapped(tmp_path))
+    with EngramPrefetch(stack, threads=2) as prefetch:
+        prefetch.start(**random_batch(300, 0)).result()
+        path = tmp_path / "3.safetensors"
+        with path.open("r+b") as file:
+            file.truncate(100)
+        pending = prefetch.start(**random_batch(300, 1))
+        with pytest.raises(ValueError, match="truncated"):
+            pending.result()
+        prefetch.start(**random_batch(300, 1))
+        with pytest.raises(ValueError, match="truncated"):
+            prefetch.join()
+        bad = random_batch(4, 1) | {"input_ids": np.full(4, 10**6), "dead_mask": None}
+        with pytest.raises(ValueError, match="another tokenizer"):
+            prefetch.start(**bad).result()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "hashes or tokens"),
+        ({"hashes": np.zeros((2, 2, 6), np.int32), "input_ids": [1]}, "one of the two"),
+    ],
+)
+def test_start_refuses(stacks, arguments, message):
+    with (
+        EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch,
+        pytest.raises(ValueError, match=message),
+    ):
+        prefetch.start(**arguments)
+
+
+@pytest.mark.usefixtures("library_errors")
+def test_wrong_hashes_are_refused(stacks):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        with pytest.raises(ValueError, match=r"must be \[T, 2, 6\]"):
+            prefetch.start(np.zeros((4, 3, 6), np.int32)).result()
+        with pytest.raises(TypeError, match="integers"):
+            prefetch.start(np.zeros((4, 2, 6))).result()
+        wide = np.full((4, 2, 6), 2**32 + 5)  # no truncation to row 5
+        batch = prefetch.start(wide).result()
+        assert not np.asarray(batch.rows[0].packed()).any()
+
+
+def test_order_depth_and_closing(stacks):
+    prefetch = EngramPrefetch(stacks["pinned_host"], threads=2)
+    names = {thread.name for thread in threading.enumerate()}
+    first = prefetch.start(**random_batch(4, 0))
+    second = prefetch.start(**random_batch(4, 1))
+    with pytest.raises(RuntimeError, match="none of them was taken"):
+        prefetch.start(**random_batch(4, 2))
+    with pytest.raises(RuntimeError, match="in the order"):
+        second.result()
+    first.result()
+    prefetch.join()
+    with pytest.raises(RuntimeError, match="dropped by join"):
+        second.result()
+    prefetch.close()
+    prefetch.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        prefetch.start(**random_batch(4, 0))
+    left = {thread.name for thread in threading.enumerate()} - names
+    assert not [name for name in left if name.startswith("engram")]
+
+
+def test_closing_with_an_error_underway_leaves_no_thread(stacks):
+    def fail():
+        with EngramPrefetch(stacks["pinned_host"], threads=2) as prefetch:
+            prefetch.start(**random_batch(900, 0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not [t for t in threading.enumerate() if t.name.startswith("engram")]
+
+
+@pytest.mark.parametrize(("tp", "dp", "columns"), [(2, 1, 24), (2, 2, 24), (1, 3, 24)])
+def test_stacks_on_a_mesh(tmp_path, tp, dp, columns):
+    """PITFALLS 33: sharded tables, a token count that does not divide."""
+    on_device = mesh_cases.stack24()
+    assert on_device.layout.n_hash_cols == columns
+    stack = with_storage(on_device, mapped(tmp_path))
+    mesh = mesh_cases.mesh(tp, dp)
+    sharding = EngramSharding.on(mesh, stack.layout)
+    sharded = stack.shard(sharding)
+    tokens = 13
+    arguments = random_batch(tokens, 4)
+    hidden = random_hidden(tokens)
+
+    @nnx.jit
+    def direct(stack, hidden, arguments):
+        return run_layers(stack, hidden, stack.batch(**arguments))
+
+    @nnx.jit
+    def step(stack, hidden, batch):
+        return run_layers(stack, hidden, batch)
+
+    arguments = {k: jnp.asarray(v) for k, v in arguments.items()}
+    expected = direct(sharded, hidden, arguments)
+    with EngramPrefetch(sharded, threads=2) as prefetch:
+        for _ in range(3):
+            batch = prefetch.start(**arguments).result()
+            same(step(sharded, hidden, batch), expected)
+        with pytest.raises(NotImplementedError, match="mesh"):
+            EngramPrefetch(sharded, unique=True)
+
+
+def test_replica_batches_on_a_mesh(tmp_path):
+    stack = with_storage(mesh_cases.stack24(), mapped(tmp_path))
+    sharded = stack.shard(EngramSharding.on(mesh_cases.mesh(1, 2), stack.layout))
+    from engram_jax.mesh_stack import pad_replicas
+
+    one = {"input_ids": random_ids(5), "positions": np.arange(5)}
+    batches: dict[str, Any] = pad_replicas(
+        [one | {"query_start_loc": [0, 5]}, None], slot=6
+    )
+    hidden = random_hidden(12)
+    expected = run_layers(sharded, hidden, sharded.replica_batch(**batches))
+    with EngramPrefetch(sharded, threads=1) as prefetch:
+        batch = prefetch.start(**batches).result()
+        same(run_layers(sharded, hidden, batch), expected)
+
+
+def test_device_tables_on_a_mesh_fetch_as_ever():
+    stack = mesh_cases.stack24()
+    sharded = stack.shard(EngramSharding.on(mesh_cases.mesh(2, 1), stack.layout))
+    arguments = random_batch(6, 2)
+    hidden = random_hidden(6)
+    with EngramPrefetch(sharded, threads=1) as prefetch:
+        batch = prefetch.start(**arguments).result()
+        expected = run_layers(sharded, hidden, sharded.batch(**arguments))
+        same(run_layers(sharded, hidden, batch), expected)
+
+
+@pytest.mark.parametrize("number", ["threads", "depth"])
+def test_numbers_below_one_are_refused(stacks, number):
+    with pytest.raises(ValueError, match=f"{number} is 0"):
+        EngramPrefetch(stacks["device"], **{number: 0})  # pyright: ignore[reportArgumentType]
+
+
+def test_caches_must_fit_the_layers(stacks):
+    wrong = [engram_jax.HotRowCache(16, 40)] * 2
+    with pytest.raises(ValueError, match="one cache a layer"):
+        EngramPrefetch(stacks["pinned_host"], hot_rows=wrong)
+    with pytest.raises(ValueError, match="holds nothing"):
+        EngramPrefetch(stacks["pinned_host"], hot_rows=1)
+    with pytest.raises(MemoryError, match="GB free"):
+        EngramPrefetch(stacks["pinned_host"], hot_rows=1 << 45)
