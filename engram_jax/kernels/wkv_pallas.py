@@ -50,8 +50,8 @@ __all__ = [
     "wkv_permuted",
 ]
 
-# The kernel as such can be interpreted, and its tests do; as a way to compute it would be
-# a slow mixture that says nothing about the GPU's numbers.
+# The kernel as such can be interpreted, which its tests do; as a way to compute that
+# would be a slow mixture, and say nothing about the GPU's numbers.
 INTERPRET_REASON = "in the interpreter, other code stands in for its arithmetic"
 
 _SCALE_ALIGN = 16  # bytes of a row in memory: what the copy engine wants
