@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py --device cpu
     python scripts/benchmark.py --device cpu --suites hash import
+    python scripts/benchmark.py --device gpu --peers peers.json
     python scripts/benchmark.py --device cpu --markdown      the last results as a table
 
 Results go to scripts/benchmark_results/<device>.jsonl, one line of JSON each, with
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -29,6 +31,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=sorted(DEVICES), required=True, help="what to measure on")
     add("--suites", nargs="+", metavar="SUITE", help="some of them; none: all")
+    add(
+        "--peers",
+        type=Path,
+        help="JSON of other implementations' times on this card, to compare with: "
+        "{operation: {implementation: {tokens: microseconds}}}",
+    )
     add("--output", type=Path, help="JSONL file; none: scripts/benchmark_results/..")
     add(
         "--markdown",
@@ -49,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    suites = importlib.import_module(DEVICES[options.device]).SUITES
+    module = importlib.import_module(DEVICES[options.device])
+    suites = module.SUITES
     chosen = options.suites or list(suites)
     if unknown := [name for name in chosen if name not in suites]:
         print(
@@ -66,18 +75,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     origin = benchmark_record.provenance()
-    failed = 0
+    measured = []
+
+    def record(results):
+        for result in results:
+            measured.append(result)
+            benchmark_record.append(output, [result], origin)
+            verdict = {None: "", True: "[green]holds[/]", False: "[red]FAILS[/]"}
+            required = f" ({result.required})" if result.required else ""
+            console.print(
+                f"{result.name}: {result.value:.4g} {result.unit}"
+                f"{required} {verdict[result.holds]}"
+            )
+
     for name in chosen:
         with console.status(f"Measuring {name}"):
-            for result in suites[name]():
-                benchmark_record.append(output, [result], origin)
-                verdict = {None: "", True: "[green]holds[/]", False: "[red]FAILS[/]"}
-                required = f" ({result.required})" if result.required else ""
-                console.print(
-                    f"{result.name}: {result.value:.4g} {result.unit}"
-                    f"{required} {verdict[result.holds]}"
-                )
-                failed += result.holds is False
+            record(suites[name]())
+    if options.peers is not None:
+        times = json.loads(options.peers.read_text(encoding="utf-8"))
+        record(module.compare(list(measured), times))
+    failed = any(result.holds is False for result in measured)
     console.print(f"Appended to {output}")
     return 1 if failed else 0
 
