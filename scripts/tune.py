@@ -151,10 +151,12 @@ def tune_wkv() -> Iterator[dict[str, Any]]:
         operands = wkv_rows(tokens), *wkv_weight()
         tile = -(-tokens // 8) * 8
         candidates = [
-            WkvSizes(columns, chunk, stages, tile)
-            for columns, chunk in ((256, 128), (256, 64), (128, 128), (128, 64))
-            # Three and a half steps of ring fill the shared memory best.
+            WkvSizes(columns, 128, stages, tile, ctas)
+            # As many steps of the ring as shared memory holds.
+            for columns in (128, 256)
             for stages in [min(6, 222_000 // (columns * (256 + 2 * tile)))]
+            # One CTA per multiprocessor, or as few as leave no warpgroup idle.
+            for ctas in (0, OUTPUTS // 256)
             if stages > 1
         ]
         entry = fastest(
