@@ -6,6 +6,7 @@ XLA form in the same run before anything is timed.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -212,10 +213,7 @@ def lookup_suite() -> Iterator[Result]:
             ("lookup", kernels.lookup, 2 * DIM),
             ("lookup_packed", kernels.lookup_packed, ROW_BYTES),
         ):
-            run = {
-                b: (lambda w, s, i, b=b, f=function: f(w, s, i, backend=b))
-                for b in FORMS
-            }
+            run = {b: functools.partial(function, backend=b) for b in FORMS}
             _check_equal(
                 name, jax.jit(run["pallas"])(*calls[0]), jax.jit(run["xla"])(*calls[0])
             )
@@ -237,10 +235,8 @@ def gate_suite() -> Iterator[Result]:
             hidden = jax.random.normal(one, (tokens, STREAMS, WIDTH), jnp.bfloat16)
             kv = jax.random.normal(two, (tokens, OUTPUTS), jnp.bfloat16)
             calls.append((hidden, kv))
-        run = {
-            b: (lambda h, kv, b=b: kernels.gate(h, kv, q, k, eps=1e-20, backend=b))
-            for b in FORMS
-        }
+        gate = functools.partial(kernels.gate, q_weight=q, k_weight=k, eps=1e-20)
+        run = {b: functools.partial(gate, backend=b) for b in FORMS}
         _check_close(
             "gate",
             jax.jit(run["pallas"])(*calls[0]),
