@@ -230,7 +230,7 @@ _EXCHANGES = {
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_bits(collective, x):
+def _over_bits(collective, x) -> Any:
     """Run a collective on the bits of floats.
 
     They travel as wide as they are (XLA's CPU compiler moves bfloat16 as float32), and
@@ -251,13 +251,13 @@ _over_bits.defvjp(
 )
 
 
-def _gather(x, axes, axis):
+def _gather(x, axes, axis) -> Any:
     return _over_bits(
         functools.partial(lax.all_gather, axis_name=axes, axis=axis, tiled=True), x
     )
 
 
-def _trade(x, axes, split_axis, concat_axis):
+def _trade(x, axes, split_axis, concat_axis) -> Any:
     return _over_bits(
         functools.partial(
             lax.all_to_all,
@@ -270,11 +270,11 @@ def _trade(x, axes, split_axis, concat_axis):
     )
 
 
-def _sum(x, axes):
+def _sum(x, axes) -> Any:
     return _over_bits(functools.partial(lax.psum, axis_name=axes), x)
 
 
-def _sum_and_split(x, axes):
+def _sum_and_split(x, axes) -> Any:
     return _over_bits(
         functools.partial(
             lax.psum_scatter, axis_name=axes, scatter_dimension=0, tiled=True

@@ -60,7 +60,7 @@ class EngramSharding:
       reasons: Why each of these was chosen, by name.
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: Any  # Mesh, or AbstractMesh to plan
     shards: TableShards
     tensor_axes: tuple[str, ...]
     data_axes: tuple[str, ...]

@@ -201,19 +201,17 @@ class EngramStack(nnx.Module):
             backend=backend,
         )
 
-    def replica_batch(
-        self, *, slot_cache: Int32[Array, "N slots"] | None = None, **arguments: Any
-    ) -> EngramBatch | tuple[EngramBatch, Int32[Array, "N slots"]]:
+    def replica_batch(self, **arguments: Any) -> Any:
         """Hash each replica's own batch on its devices, and fetch the rows of all.
 
         Args:
-            slot_cache: compressed ids by slot, of each replica.
             **arguments: those of `batch`, each with a leading axis of replicas, as
-                `pad_replicas` makes them; it pads all to one slot.
+                `pad_replicas` makes them; it pads all to one slot. `block_size` has
+                none, and `init_slot_cache` makes `slot_cache`.
 
         Returns:
-            The batch of all replicas' tokens in order, T = replicas * slot; with slot
-            caches, that and the new ones.
+            The `EngramBatch` of all replicas' tokens in order, T = replicas * slot;
+            with slot caches, that and the new ones.
 
         Raises:
             ValueError: the stack lies on one device, or as `batch`.
@@ -223,7 +221,6 @@ class EngramStack(nnx.Module):
                 "replica_batch needs a stack on a mesh (EngramStack.shard, or "
                 "load_engram with mesh=...); on one device use batch"
             )
-        arguments["slot_cache"] = slot_cache
         hashed = hash_on_mesh(
             self.sharding, self.hash_state, arguments, by_replica=True
         )
@@ -233,6 +230,31 @@ class EngramStack(nnx.Module):
         tables = [layer.embedding for layer in self._layers]
         batch = EngramBatch(hashes, mask, fetch_rows(sharding, tables, hashes))
         return batch if slot_cache is None else (batch, slot_cache)
+
+    def init_slot_cache(
+        self, num_slots: int, *, replicas: bool = False
+    ) -> Int32[Array, "*N slots"]:
+        """Make an empty slot cache that lies where a step leaves it.
+
+        On a mesh, one that lies elsewhere would compile the second step anew.
+
+        Args:
+            num_slots: slots, of each replica.
+            replicas: whether it is for `replica_batch`: one cache for each replica of
+                the mesh's data axis.
+
+        Returns:
+            int32 [slots], or [replicas, slots], all -2: unknown.
+        """
+        cache = self.hash_state.init_slot_cache(num_slots)
+        sharding = self.sharding
+        if sharding is None:
+            return cache[None] if replicas else cache
+        known = np.asarray(cache)
+        if not replicas:
+            return sharding.place(known, P())
+        count = sharding.size(sharding.data_axes)
+        return sharding.place(np.tile(known, (count, 1)), sharding.replica)
 
     def dummy_batch(self, num_tokens: int) -> EngramBatch:
         """Make the batch of a rank without tokens: hashes -1, every gate shut."""

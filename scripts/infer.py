@@ -3,10 +3,13 @@
     python scripts/infer.py                                a sample text, small tables
     python scripts/infer.py --text FILE                    a text of yours
     python scripts/infer.py --text FILE --checkpoint DIR   tables of yours
+    python scripts/infer.py --mesh tp=2,dp=4               spread over eight devices
+    python scripts/infer.py --processes 2                  and over processes
 
 Without --checkpoint it makes a small checkpoint of random numbers in the published
 layout. What it shows of rows and speed is then real; the gates of random weights say
-nothing about the text. Exit code 1: the stream and the single pass disagree.
+nothing about the text. Exit code 1: the stream and the single pass disagree, or a mesh
+and one device do.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import infer_mesh
 
 SCRIPTS = Path(__file__).resolve().parent
 MOST_BYTES_READ = 16 << 20
@@ -55,6 +60,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--gates", type=Path, default=Path("engram_gates.png"), help="heat map to write"
     )
+    infer_mesh.add_arguments(parser)
     parsed = parser.parse_args(arguments)
     for name in ("max_tokens", "chunk"):
         if getattr(parsed, name) < 1:
@@ -95,34 +101,59 @@ def find_tokenizer(given: Path | None, checkpoint: Path | None) -> Path:
     return Path(package.origin).parent / "tokenizer.json"
 
 
-def load_stack(checkpoint: Path, tokenizer: Path, placement: Any):
+def load_stack(checkpoint: Path, tokenizer: Path, placement: Any, mesh: Any = None):
     """Loads the Engram layers: on the device if they fit and nothing else is said.
+
+    Args:
+        checkpoint: directory in the published layout.
+        tokenizer: tokenizer.json.
+        placement: where the tables shall live, or None.
+        mesh: devices to spread them over, or None for one.
 
     Returns:
         The stack, and a sentence that says where its tables are and why.
     """
     from engram_jax import load_engram
 
+    places: dict[str, Any] = {"tokenizer": tokenizer} | (
+        {} if mesh is None else {"mesh": mesh}
+    )
     if placement is not None:
-        stack = load_engram(checkpoint, tokenizer=tokenizer, placement=placement)
+        stack = load_engram(checkpoint, placement=placement, **places)
         return stack, f"{placement} (--placement)"
     try:
-        return load_engram(checkpoint, tokenizer=tokenizer), "device (they fit)"
+        stack = load_engram(checkpoint, **places)
+        return stack, "device (they fit)" if mesh is None else describe_mesh(stack)
     except MemoryError as error:
-        stack = load_engram(checkpoint, tokenizer=tokenizer, placement="mapped_file")
+        stack = load_engram(checkpoint, placement="mapped_file", **places)
         return stack, f"mapped_file ({error})"
+
+
+def describe_mesh(stack) -> str:
+    """Says how the tables lie on a mesh."""
+    sharding = stack.sharding
+    shards = sharding.shards
+    return (
+        f"{shards.num_shards} of {sharding.mesh.size} devices, "
+        f"{dict(sharding.mesh.shape)}: cut by {shards.cut}, rows come by "
+        f"{sharding.exchange}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     options = parse_arguments(arguments)
     try:
+        infer_mesh.check(options)
+        if infer_mesh.is_launcher(options):
+            given = sys.argv[1:] if arguments is None else arguments
+            return infer_mesh.launch(options, given)
         with contextlib.ExitStack() as cleanup:
             return run(options, cleanup)
     except KeyboardInterrupt:
         print("Stopped; nothing was left behind.", file=sys.stderr)
         return 130
-    except (OSError, ValueError, MemoryError, NotImplementedError) as error:
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -135,7 +166,8 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
     from infer_report import Steps, draw_gates, facts_table, rows_table, token_text
     from rich.console import Console
 
-    console = Console()
+    first = not options.process_id
+    console = Console(quiet=not first)
     steps = cleanup.enter_context(Steps(console))
     steps.begin("Starting JAX")
     import infer_stream
@@ -151,6 +183,7 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         build_compressed_token_map,
     )
 
+    mesh = infer_mesh.start(options)
     device = jax.devices()[0]
 
     steps.begin("Compressing the vocabulary")
@@ -170,7 +203,7 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         checkpoint = Path(folder) / "checkpoint"
         make_checkpoint(checkpoint, tokenizer_file=tokenizer_file, report=steps.update)
     steps.begin("Loading the checkpoint")
-    stack, tables_are = load_stack(checkpoint, tokenizer_file, options.placement)
+    stack, tables_are = load_stack(checkpoint, tokenizer_file, options.placement, mesh)
 
     prefill = max(len(ids) - options.decode, 0)
     phases = {
@@ -195,6 +228,9 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         infer_stream.stand_in_hidden_states(ids, stack.config),
         exact=device.platform == "cpu",
     )
+    if mesh is not None:
+        steps.begin("The same on one device, to compare")
+        comparison += compare_with_one_device(checkpoint, tokenizer_file, ids, whole)
     steps.begin(f"Drawing {options.gates.name}")
     texts = [token_text(tokenizer, token_id) for token_id in ids.tolist()]
     gates = infer_stream.compute_gates(stack, ids, whole.hashes)
@@ -203,7 +239,9 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         if options.checkpoint is None
         else f"{options.checkpoint}, with stand-in hidden states"
     )
-    drawn = draw_gates(options.gates, gates, texts, stack.config.layer_ids, note)
+    drawn = 0
+    if first:
+        drawn = draw_gates(options.gates, gates, texts, stack.config.layer_ids, note)
     steps.finish()
 
     # What V4.1 itself would read, where its tokenizer was used; else these tables.
@@ -264,6 +302,21 @@ def run(options: argparse.Namespace, cleanup: contextlib.ExitStack) -> int:
         highlight=False,
     )
     return 0 if all(agrees for _, agrees, _ in comparison) else 1
+
+
+def compare_with_one_device(
+    checkpoint: Path, tokenizer: Path, ids, on_mesh
+) -> list[tuple[str, bool, str]]:
+    """Compares what a mesh gave with what one device gives that reads the file."""
+    import infer_stream
+
+    from engram_jax import load_engram
+
+    stack = load_engram(checkpoint, tokenizer=tokenizer, placement="mapped_file")
+    hidden = infer_stream.stand_in_hidden_states(ids, stack.config)
+    alone = infer_stream.compute_at_once(stack, ids)
+    compared = infer_stream.compare(on_mesh, alone, hidden, exact=False)
+    return [(f"{name}, as on one device", same, how) for name, same, how in compared]
 
 
 def _speed(tokens: int, seconds: float, bytes_per_token: int) -> str:

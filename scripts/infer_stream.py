@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from infer_mesh import to_host
 
 from engram_jax import EngramConfig, EngramStack, pad_batch
 
@@ -78,7 +79,7 @@ def compute_at_once(stack: EngramStack, ids: np.ndarray) -> Computed:
         return batch.hash_ids, _run_layers(model, hidden, batch)
 
     hashes, outputs = whole(weights, ids, stand_in_hidden_states(ids, stack.config))
-    return Computed(np.asarray(hashes), _read_rows(stack, hashes), np.asarray(outputs))
+    return Computed(to_host(hashes), _read_rows(stack, hashes), to_host(outputs))
 
 
 def compute_as_stream(
@@ -142,7 +143,7 @@ def compute_as_stream(
         return step(weights, slot_cache, batch, text, start)
 
     def empty_cache():
-        return stack.hash_state.init_slot_cache(blocks * BLOCK_SIZE)
+        return stack.init_slot_cache(blocks * BLOCK_SIZE)
 
     chunks = [
         (start, min(start + chunk, prefill_tokens))
@@ -175,9 +176,9 @@ def compute_as_stream(
         chunks + singles, results, strict=True
     ):
         tokens = stop - start  # the rest of a chunk is padding
-        hashes.append(np.asarray(of_step)[:tokens])
+        hashes.append(to_host(of_step)[:tokens])
         rows.append([array[:tokens] for array in _read_rows(stack, of_step)])
-        outputs.append(np.asarray(streams)[:, :tokens])
+        outputs.append(to_host(streams)[:, :tokens])
     rows = [np.concatenate(of_layer) for of_layer in zip(*rows, strict=True)]
     computed = Computed(np.concatenate(hashes), rows, np.concatenate(outputs, axis=1))
     return computed, Times(*seconds)
@@ -192,7 +193,7 @@ def compute_gates(
         layer.gate_values(hidden, jnp.asarray(hashes[:, index]))
         for index, layer in enumerate(stack.layers.values())
     ]
-    return np.stack([np.asarray(of_layer) for of_layer in gates], axis=1)
+    return np.stack([to_host(of_layer) for of_layer in gates], axis=1)
 
 
 def _run_layers(stack: EngramStack, hidden, batch) -> jax.Array:
@@ -202,7 +203,7 @@ def _run_layers(stack: EngramStack, hidden, batch) -> jax.Array:
 
 def _read_rows(stack: EngramStack, hashes: jax.Array) -> list[np.ndarray]:
     return [
-        np.asarray(_lookup_packed(*nnx.split(layer.embedding), hashes[:, index]))
+        to_host(_lookup_packed(*nnx.split(layer.embedding), hashes[:, index]))
         for index, layer in enumerate(stack.layers.values())
     ]
 

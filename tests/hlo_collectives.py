@@ -28,10 +28,10 @@ def _group_size(line: str) -> int:
     return int(found["size"])
 
 
-def collectives(hlo: str) -> list[tuple[str, int, int]]:
+def collectives(hlo: str | None) -> list[tuple[str, int, int]]:
     """Lists name, devices of a group, and bytes of the result, in order."""
     found = []
-    for line in hlo.splitlines():
+    for line in (hlo or "").splitlines():
         match = _OPERATION.search(line)
         if match:
             size = sum(
@@ -45,7 +45,7 @@ def collectives(hlo: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def counts(hlo: str) -> dict[str, int]:
+def counts(hlo: str | None) -> dict[str, int]:
     """Counts the collectives by name."""
     return dict(Counter(name for name, _, _ in collectives(hlo)))
 
@@ -60,6 +60,6 @@ def bytes_received(name: str, group: int, size: int) -> int:
     }[name]
 
 
-def total_received(hlo: str) -> int:
+def total_received(hlo: str | None) -> int:
     """Adds up what one device takes in."""
     return sum(bytes_received(*collective) for collective in collectives(hlo))

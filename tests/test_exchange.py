@@ -27,6 +27,7 @@ from tolerances import assert_within
 from engram_jax import mxfp8
 from engram_jax.exchange import exchange_rows, fetch_rows
 from engram_jax.sharding import EngramSharding
+from engram_jax.shards import Cut
 
 LAYOUT = stack24().layout
 COLUMNS = LAYOUT.n_hash_cols
@@ -166,7 +167,12 @@ def test_float_tables_keep_every_bit(tables):
     ids = column_ids(LAYOUT, 8)
     wanted = np.stack([np.asarray(t(ids[:, i])) for i, t in enumerate(floats)], 1)
     assert np.signbit(wanted[..., 0]).any()
-    for shape, cut in (((1, 4), "rows"), ((2, 2), "rows"), ((2, 2), "heads")):
+    cases: list[tuple[tuple[int, int], Cut]] = [
+        ((1, 4), "rows"),
+        ((2, 2), "rows"),
+        ((2, 2), "heads"),
+    ]
+    for shape, cut in cases:
         sharding = EngramSharding.on(mesh(*shape), LAYOUT, cut=cut)
         rows, _ = compile_fetch(sharding, floats, ids)
         np.testing.assert_array_equal(
@@ -333,13 +339,13 @@ def test_another_mesh_in_use_is_refused(tables):
 def test_axes_may_have_any_names_and_several_may_hold_tokens(tables):
     devices = jax.make_mesh((2, 2, 2), ("pod", "model", "fsdp"), (AxisType.Auto,) * 3)
     ids = column_ids(LAYOUT, 9)
-    for choices in ({}, {"sequence_parallel": True}):
+    for sequence_parallel in (False, True):
         sharding = EngramSharding.on(
             devices,
             LAYOUT,
             tensor_axis="model",
             data_axis=("pod", "fsdp"),
-            **choices,
+            sequence_parallel=sequence_parallel,
         )
         rows, _ = compile_fetch(sharding, tables, ids)
         np.testing.assert_array_equal(np.asarray(rows)[:9], packed_rows(tables, ids))
