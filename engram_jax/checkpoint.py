@@ -1,9 +1,11 @@
 """Load Engram layers from a checkpoint in the published layout."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -19,7 +21,6 @@ from .checkpoint_files import (
     Placement,
     check_fingerprint,
     open_checkpoint,
-    placement_bytes,
 )
 from .config import QUANT_BLOCK, EngramConfig
 from .embedding import ParallelEngramEmbedding
@@ -28,6 +29,7 @@ from .host_storage import MappedFileTable, PinnedHostTable, available_host_memor
 from .kernels import Backend
 from .layer import Engram
 from .layout import EngramLayout
+from .memory_plan import MemoryPlan, MemoryRoom, choose_placement, plan_memory
 from .processes import agreement
 from .safetensors_file import (
     DTYPES,
@@ -36,21 +38,25 @@ from .safetensors_file import (
     read_rows,
 )
 from .sharding import EngramSharding
+from .shared_table import SharedHostTable, shared_bytes
 from .stack import EngramStack
 from .vocabulary import build_compressed_token_map, fingerprint
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 20
-_PINNED_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_PINNED_POOL_DEFAULT_GB = 64
+_STORAGES: dict[str, Any] = {
+    "mapped_file": MappedFileTable,
+    "shared_host": SharedHostTable,
+}
+"""Tables that every process reads whole, by placement."""
 
 
 def load_engram(
     checkpoint_dir: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
-    placement: Placement = "device",
+    placement: Placement | Sequence[Placement] = "device",
     mesh: jax.sharding.Mesh | EngramSharding | None = None,
     backend: Backend | None = None,
 ) -> EngramStack:
@@ -67,8 +73,11 @@ def load_engram(
       tokenizer: What `build_compressed_token_map` takes, or a token map (integers
         [V]); None takes ``tokenizer.json`` in the directory.
       placement: Where the tables live. ``"device"``: in device memory.
-        ``"pinned_host"``: in page-locked host memory. ``"mapped_file"``: in the
-        checkpoint's files, which must stay as they are; takes no memory.
+        ``"pinned_host"``: in page-locked host memory. ``"shared_host"``: in shared
+        memory, one copy for all processes of the node (`SharedHostTable`).
+        ``"mapped_file"``: in the checkpoint's files, which must stay as they are;
+        takes no memory. Several, in order of preference, take the first that fits
+        (`memory_plan`), on a mesh the same in all processes.
       mesh: Devices to spread the tables over, or an `EngramSharding` that says how;
         None uses JAX's default device. Each process reads only the rows that its
         devices own.
@@ -88,29 +97,27 @@ def load_engram(
       ValueError: Anything in the checkpoint or the tokenizer does not fit; the
         message names it.
     """
-    if placement not in get_args(Placement):
+    placements = (placement,) if isinstance(placement, str) else tuple(placement)
+    if not placements or not set(placements) <= set(get_args(Placement)):
         listed = ", ".join(map(repr, get_args(Placement)))
-        raise ValueError(f"placement is {placement!r}; it must be one of {listed}.")
-    if placement == "shared_host":
-        raise NotImplementedError(
-            'placement="shared_host" is not available in this release; "mapped_file" '
-            "shares one copy among the processes of a machine, too: the page cache's."
+        raise ValueError(
+            f"placement is {placement!r}; it must be one of {listed}, or several."
         )
-    if mesh is not None and placement == "pinned_host":
+    if mesh is not None and "pinned_host" in placements:
         raise NotImplementedError(
-            'placement="pinned_host" is not available on a mesh; use "device" or '
-            '"mapped_file".'
+            'placement="pinned_host" is not available on a mesh; use "device", '
+            '"shared_host" or "mapped_file".'
         )
     # All processes of a mesh load, or none: one alone would wait for the rest forever.
     together = contextlib.nullcontext() if mesh is None else agreement("load_engram")
     with together:
-        return _load(checkpoint_dir, tokenizer, placement, mesh, backend)
+        return _load(checkpoint_dir, tokenizer, placements, mesh, backend)
 
 
 def _load(
     checkpoint_dir: str | os.PathLike[str],
     tokenizer: Any,
-    placement: Placement,
+    placements: tuple[Placement, ...],
     mesh: jax.sharding.Mesh | EngramSharding | None,
     backend: Backend | None,
 ) -> EngramStack:
@@ -120,7 +127,7 @@ def _load(
     check_fingerprint(fingerprint(token_map), files.token_map_sha256, files.directory)
     hash_state = NgramHashState(layout, token_map, backend=backend)
     if mesh is None:
-        _check_memory(files.config, placement)
+        placement = _choose_placement(files, placements)
         layers = {
             layer_id: _load_layer(files, layer_id, placement, backend)
             for layer_id in files.layers
@@ -131,7 +138,7 @@ def _load(
             if isinstance(mesh, EngramSharding)
             else EngramSharding.on(mesh, layout)
         )
-        _check_memory_on_mesh(files.config, placement, sharding)
+        placement = _choose_placement(files, placements, sharding)
         hash_state.token_map[...] = sharding.place(token_map, PartitionSpec())
         layers = {
             layer_id: _load_layer_on_mesh(
@@ -176,47 +183,51 @@ def _default_device() -> Any:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def _check_memory(config: EngramConfig, placement: Placement) -> None:
-    """Refuse what cannot fit, with the figures, before anything is allocated."""
-    needed = placement_bytes(config, placement)
-    device = _default_device()
-    stats = device.memory_stats() or {}
-    if device.platform == "cpu":
-        available = {"host": available_host_memory()}
-        needed = {"host": needed["device"] + needed["host"]}
-    else:
-        available = {"host": available_host_memory()}
-        if "bytes_limit" in stats:
-            used = stats.get("bytes_in_use", 0)
-            available["device"] = stats["bytes_limit"] - used
-        if needed["host"]:
-            limit = int(os.environ.get(_PINNED_POOL_VARIABLE, _PINNED_POOL_DEFAULT_GB))
-            if needed["host"] > limit << 30:
-                raise MemoryError(
-                    f'placement="{placement}" takes {_gigabytes(needed["host"])} of '
-                    f"pinned memory, but JAX's pool is limited to {limit} GiB. Set "
-                    f"{_PINNED_POOL_VARIABLE} before JAX starts, or use "
-                    'placement="mapped_file".'
-                )
-    for where, room in available.items():
-        if needed[where] > room:
-            raise MemoryError(
-                f'placement="{placement}" takes {_gigabytes(needed[where])} of {where} '
-                f"memory, but {_gigabytes(room)} are available. "
-                'placement="mapped_file" leaves the tables in the checkpoint.'
-            )
+def _choose_placement(
+    files: CheckpointFiles,
+    placements: tuple[Placement, ...],
+    sharding: EngramSharding | None = None,
+) -> Placement:
+    """Take the first placement that fits, or refuse with the figures.
+
+    Nothing is allocated yet.
+    """
+    shared = sum(
+        shared_bytes(parts["embed.weight"], parts["embed.scale"])
+        for parts in files.layers.values()
+        if "shared_host" in placements
+    )
+    plans = []
+    for placement in placements:
+        if sharding is None or placement != "device":
+            plans.append(_plan_memory(files.config, placement, shared))
+            continue
+        problems = ()
+        try:
+            _check_memory_on_mesh(files.config, sharding)
+        except MemoryError as error:
+            problems = (str(error),)
+        plans.append(MemoryPlan(placement, 0, 0, 0, problems))
+    chosen = choose_placement(plans, together=sharding is not None).placement
+    for plan in plans[: placements.index(chosen)]:
+        _log.info("Not in placement %r: %s", plan.placement, " ".join(plan.problems))
+    return chosen
+
+
+def _plan_memory(
+    config: EngramConfig, placement: Placement, already_shared: int = 0
+) -> MemoryPlan:
+    room = MemoryRoom.measure(_default_device())
+    room = dataclasses.replace(room, host=available_host_memory())
+    return plan_memory(config, placement, already_shared=already_shared, room=room)
 
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f} GB"
 
 
-def _check_memory_on_mesh(
-    config: EngramConfig, placement: Placement, sharding: EngramSharding
-) -> None:
+def _check_memory_on_mesh(config: EngramConfig, sharding: EngramSharding) -> None:
     """Refuse shards that cannot fit, with the figures, before anything is allocated."""
-    if placement != "device":
-        return
     bytes_per_row = config.head_dim + config.head_dim // QUANT_BLOCK
     device = sharding.mesh.local_devices[0]
     if device.platform != "cpu":
@@ -245,8 +256,9 @@ def _load_layer(
 ) -> Engram:
     parts = files.layers[layer_id]
     weight, scale = parts["embed.weight"], parts["embed.scale"]
-    if placement == "mapped_file":
-        table = ParallelEngramEmbedding.from_storage(MappedFileTable(weight, scale))
+    storage = _STORAGES.get(placement)
+    if storage is not None:
+        table = ParallelEngramEmbedding.from_storage(storage(weight, scale))
     elif placement == "pinned_host":
         table = ParallelEngramEmbedding.from_storage(
             PinnedHostTable(_all_rows(weight), _all_rows(scale))
@@ -276,10 +288,11 @@ def _load_layer_on_mesh(
 ) -> Engram:
     parts = files.layers[layer_id]
     weight, scale = parts["embed.weight"], parts["embed.scale"]
-    if placement == "mapped_file":
+    storage = _STORAGES.get(placement)
+    if storage is not None:
         table = ParallelEngramEmbedding(
             None,
-            storage=MappedFileTable(weight, scale),
+            storage=storage(weight, scale),
             sharding=sharding,
             layer_index=index,
         )

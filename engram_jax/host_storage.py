@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from .config import QUANT_BLOCK
 from .constant import Constant
+from .memory_plan import host_room
 from .mxfp8 import pack, scale_bytes
 from .safetensors_file import TensorInfo, map_bytes, read_rows
 from .staging import host_view
@@ -47,7 +48,7 @@ class MappedFileTable:
     """
 
     def __init__(self, weight: TensorInfo, scale: TensorInfo) -> None:
-        rows, head_dim = _check_table(
+        rows, head_dim = check_table(
             (weight.dtype, weight.shape), (scale.dtype, scale.shape)
         )
         self.num_rows = rows
@@ -199,7 +200,7 @@ class PinnedHostTable(nnx.Module):
         sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         names = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8"}
-        rows, head_dim = _check_table(
+        rows, head_dim = check_table(
             (names.get(str(weight.dtype), str(weight.dtype)), weight.shape),
             (names.get(str(scale.dtype), str(scale.dtype)), scale.shape),
         )
@@ -316,29 +317,26 @@ def available_host_memory() -> int:
 
     Returns:
       The least of what the machine has free (page cache counts as free) and what
-      the process's memory control group leaves.
+      the process's memory control groups leave.
     """
-    info = Path("/proc/meminfo").read_text(encoding="ascii")
-    free = next(line for line in info.splitlines() if line.startswith("MemAvailable:"))
-    bounds = [int(free.split()[1]) * 1024]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        root = Path("/sys/fs/cgroup")
-        try:
-            bounds.append(
-                int((root / limit).read_text()) - int((root / used).read_text())
-            )
-        except (OSError, ValueError):
-            continue  # no such group, or "max": no limit
-    return max(0, min(bounds))
+    return host_room()[0]
 
 
-def _check_table(
+def check_table(
     weight: tuple[str, tuple[int, ...]], scale: tuple[str, tuple[int, ...]]
 ) -> tuple[int, int]:
-    """Return rows and row width of a table, given dtype and shape of its parts."""
+    """Check a table's parts.
+
+    Args:
+      weight: Dtype (the file format's name) and shape of the values.
+      scale: Of the scales.
+
+    Returns:
+      The number of rows, and their width D.
+
+    Raises:
+      ValueError: They do not fit.
+    """
     (weight_dtype, shape), (scale_dtype, scale_shape) = weight, scale
     if weight_dtype not in ("F8_E4M3", "U8") or len(shape) != 2:
         raise ValueError(

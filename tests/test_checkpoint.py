@@ -38,6 +38,7 @@ from engram_jax.checkpoint_files import (
 )
 from engram_jax.checkpoint_writer import save_engram
 from engram_jax.config import EngramConfig
+from engram_jax.memory_plan import choose_placement
 from engram_jax.safetensors_file import (
     SafetensorsWriter,
     map_tensor,
@@ -267,15 +268,19 @@ class FakeGpu:
         return {"bytes_limit": 1_000_000, "bytes_in_use": 400_000}
 
 
+def check_memory(config, placement) -> None:
+    choose_placement([checkpoint._plan_memory(config, placement)])
+
+
 def test_tables_larger_than_the_devices_free_memory_are_refused(monkeypatch):
     monkeypatch.setattr(checkpoint, "_default_device", FakeGpu)
     config = EngramConfig.from_pretrained(TINY)
     with pytest.raises(
         MemoryError, match=r"device memory, but 0\.001 GB are available"
     ):
-        checkpoint._check_memory(config, "device")
+        check_memory(config, "device")
     smaller = dataclasses.replace(config, num_embeddings=(10, 10), hidden_size=32)
-    checkpoint._check_memory(smaller, "device")
+    check_memory(smaller, "device")
 
 
 def test_limit_of_jaxs_pinned_pool_is_told_before_it_is_met(monkeypatch):
@@ -288,9 +293,9 @@ def test_limit_of_jaxs_pinned_pool_is_told_before_it_is_met(monkeypatch):
     )
     config = dataclasses.replace(config, hidden_size=32, hc_mult=1)
     with pytest.raises(MemoryError, match=r"limited to 64 GiB\. Set XLA_PJRT"):
-        checkpoint._check_memory(config, "pinned_host")
+        check_memory(config, "pinned_host")
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
-    checkpoint._check_memory(config, "pinned_host")
+    check_memory(config, "pinned_host")
 
 
 def test_mapped_file_needs_no_room_for_the_tables():
