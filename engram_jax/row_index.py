@@ -33,7 +33,7 @@ class HotRowIndex:
     """
 
     def __init__(
-        self, slots: int, *, min_count: int = 2, most_admitted: int = 1024
+        self, slots: int, *, min_count: int = 2, most_admitted: int = 4096
     ) -> None:
         for name, number in (
             ("slots", slots),
