@@ -433,8 +433,15 @@ def compare(
             implementation ("vllm", "sglang", "cublas") and T as a string.
 
     Yields:
-        Ratios, and shares of the card's copy rate, each with what is required of it.
+        The peers' times; ratios to them and shares of the card's copy rate, each with
+        what is required of it.
     """
+    for operation, by_peer in peers.items():
+        for who, by_tokens in by_peer.items():
+            if operation != "copy":
+                for tokens, time_us in by_tokens.items():
+                    name = {"wkv_bf16": "wkv"}.get(operation, operation)
+                    yield _result(name, who, int(tokens), [time_us])
     times = {
         (r.detail["operation"], r.detail["variant"], r.detail["tokens"]): r
         for r in results
