@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hash_cases import decode, oracle, small_state, tokens
+from hash_cases import JittedState, decode, oracle, tokens
 
 from engram_jax import NgramHashState
 
 
 @pytest.fixture(scope="module")
-def state() -> NgramHashState:
-    """Small, with prime buckets."""
-    return small_state()
+def state() -> JittedState:
+    """Small, with prime buckets, and compiled."""
+    return JittedState()
 
 
 # --- Chunks and streams ---------------------------------------------------------------
