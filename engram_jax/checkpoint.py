@@ -109,36 +109,48 @@ def load_engram(
             '"shared_host" or "mapped_file".'
         )
     # All processes of a mesh load, or none: one alone would wait for the rest forever.
-    together = contextlib.nullcontext() if mesh is None else agreement("load_engram")
-    with together:
-        return _load(checkpoint_dir, tokenizer, placements, mesh, backend)
+    # In two steps, since the choice of a placement is itself a collective, which a
+    # process that cannot open its files would miss.
+    with _together(mesh):
+        files = open_checkpoint(checkpoint_dir)
+        token_map = _token_map(files, tokenizer)
+        layout = EngramLayout.from_config(files.config, int(token_map.max()) + 1)
+        found = fingerprint(token_map)
+        check_fingerprint(found, files.token_map_sha256, files.directory)
+        hash_state = NgramHashState(layout, token_map, backend=backend)
+        sharding = _sharding_on(mesh, layout)
+        plans = _plan_placements(files, placements, sharding)
+    with _together(mesh):
+        return _load(files, token_map, hash_state, plans, sharding, backend)
+
+
+def _together(mesh: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if mesh is None else agreement("load_engram")
+
+
+def _sharding_on(
+    mesh: jax.sharding.Mesh | EngramSharding | None, layout: EngramLayout
+) -> EngramSharding | None:
+    if mesh is None or isinstance(mesh, EngramSharding):
+        return mesh
+    return EngramSharding.on(mesh, layout)
 
 
 def _load(
-    checkpoint_dir: str | os.PathLike[str],
-    tokenizer: Any,
-    placements: tuple[Placement, ...],
-    mesh: jax.sharding.Mesh | EngramSharding | None,
+    files: CheckpointFiles,
+    token_map: npt.NDArray[np.int32],
+    hash_state: NgramHashState,
+    plans: list[MemoryPlan],
+    sharding: EngramSharding | None,
     backend: Backend | None,
 ) -> EngramStack:
-    files = open_checkpoint(checkpoint_dir)
-    token_map = _token_map(files, tokenizer)
-    layout = EngramLayout.from_config(files.config, int(token_map.max()) + 1)
-    check_fingerprint(fingerprint(token_map), files.token_map_sha256, files.directory)
-    hash_state = NgramHashState(layout, token_map, backend=backend)
-    if mesh is None:
-        placement = _choose_placement(files, placements)
+    placement = _choose_placement(plans, sharding)
+    if sharding is None:
         layers = {
             layer_id: _load_layer(files, layer_id, placement, backend)
             for layer_id in files.layers
         }
     else:
-        sharding = (
-            mesh
-            if isinstance(mesh, EngramSharding)
-            else EngramSharding.on(mesh, layout)
-        )
-        placement = _choose_placement(files, placements, sharding)
         hash_state.token_map[...] = sharding.place(token_map, PartitionSpec())
         layers = {
             layer_id: _load_layer_on_mesh(
@@ -183,15 +195,12 @@ def _default_device() -> Any:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def _choose_placement(
+def _plan_placements(
     files: CheckpointFiles,
     placements: tuple[Placement, ...],
-    sharding: EngramSharding | None = None,
-) -> Placement:
-    """Take the first placement that fits, or refuse with the figures.
-
-    Nothing is allocated yet.
-    """
+    sharding: EngramSharding | None,
+) -> list[MemoryPlan]:
+    """Compute what each placement would take here; nothing is allocated yet."""
     shared = sum(
         shared_bytes(parts["embed.weight"], parts["embed.scale"])
         for parts in files.layers.values()
@@ -208,8 +217,15 @@ def _choose_placement(
         except MemoryError as error:
             problems = (str(error),)
         plans.append(MemoryPlan(placement, 0, 0, 0, problems))
+    return plans
+
+
+def _choose_placement(
+    plans: list[MemoryPlan], sharding: EngramSharding | None
+) -> Placement:
+    """Take the first placement that fits in every process, or refuse with figures."""
     chosen = choose_placement(plans, together=sharding is not None).placement
-    for plan in plans[: placements.index(chosen)]:
+    for plan in plans[: [plan.placement for plan in plans].index(chosen)]:
         _log.info("Not in placement %r: %s", plan.placement, " ".join(plan.problems))
     return chosen
 

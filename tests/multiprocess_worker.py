@@ -2,7 +2,8 @@
 
     python multiprocess_worker.py ADDRESS PROCESSES RANK JOB
 
-JOB is JSON: checkpoint, token_map (.npy), result (.npz), fault ("", "killed").
+JOB is JSON: checkpoint, token_map (.npy), result (.npz), fault ("", "killed" or
+"memory", in process 1).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main(address: str, count: int, rank: int, job: dict) -> None:
         return read_rows(info, start, stop)
 
     checkpoint.read_rows = counted
+    if job["fault"] == "memory" and rank == 1:
+        checkpoint.available_host_memory = lambda: 100_000
     stack = engram_jax.load_engram(
         job["checkpoint"][rank], tokenizer=np.load(job["token_map"]), mesh=devices
     )

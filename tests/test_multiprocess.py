@@ -149,6 +149,16 @@ def test_a_missing_file_in_one_process_is_every_process_error(job, tmp_path):
         assert "  process 0: " not in output
 
 
+def test_short_memory_in_one_process_is_every_process_error(job):
+    job["fault"] = "memory"
+    for code, output in start_together(job):
+        assert code not in (0, None)
+        assert "load_engram failed in 2 of 2 processes; none goes on." in output
+        reasons = [x for x in output.splitlines() if x.startswith("  process ")]
+        assert "MemoryError: The tables do not fit in another process" in reasons[0]
+        assert "MemoryError: This process's shards take" in reasons[1]
+
+
 def test_a_killed_process_is_noticed_and_named(job):
     job["fault"] = "killed"
     started = time.monotonic()

@@ -213,6 +213,35 @@ def test_slot_caches_and_decode_steps(expected):
         )
 
 
+def test_scan_over_microbatches_under_checkpoint(expected):
+    """The exchange runs in a loop body, is recomputed, and is differentiated."""
+    one = stack24()
+    stacks = one, one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    ids = random_ids(12).reshape(3, 4)
+    hidden = random_hidden(12, dtype=jnp.float32).reshape(3, 4, 2, 48)
+    place, starts = np.arange(4, dtype=np.int32), np.array([0, 4], np.int32)
+
+    def gradient(stack):
+        graph, state = nnx.split(stack)
+
+        @jax.checkpoint
+        def layers(state, hidden, ids):
+            stack = nnx.merge(graph, state)
+            batch = stack.batch(ids, place, starts)
+            return stack(3, stack(1, hidden, batch), batch)
+
+        def loss(hidden, state):
+            def body(total, part):
+                return total + jnp.square(layers(state, *part)).sum(), None
+
+            return jax.lax.scan(body, jnp.float32(0), (hidden, ids))[0]
+
+        return jax.jit(jax.grad(loss))(hidden, state)
+
+    whole, spread = map(gradient, stacks)
+    np.testing.assert_allclose(spread, whole, atol=2**-7 * np.abs(whole).max())
+
+
 # --- Replicas with batches of their own -----------------------------------------------
 
 
