@@ -17,6 +17,8 @@ from jaxtyping import Array, Int32, UInt8
 
 from .config import QUANT_BLOCK
 from .constant import Constant
+from .kernels import lookup_packed
+from .kernels.dispatch import missing_gpu_reason
 from .memory_plan import host_room
 from .mxfp8 import pack, scale_bytes
 from .safetensors_file import TensorInfo, map_bytes, read_rows
@@ -168,13 +170,16 @@ class _MappedRows:
 class PinnedHostTable(nnx.Module):
     """Keep a table in page-locked host memory, through JAX's memory kinds.
 
-    Rows are gathered by the host and copied to the device, all inside jit. On a GPU,
-    JAX's pool of such memory is 64 GB unless the environment variable
+    On a Hopper GPU the lookup's kernel reads the rows from there; elsewhere the host
+    gathers them and they are copied to the device, all inside jit. On a GPU, JAX's pool
+    of such memory is 64 GB unless the environment variable
     ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` says otherwise before JAX starts.
 
     Attributes:
       num_rows: Rows of the table.
       head_dim: Values of a row, D.
+      direct_tokens: Up to this many tokens, `EngramPrefetch` leaves the reading to the
+        GPU's kernel.
       weight: e4m3 values [R, D] in host memory.
       scale: E8M0 bytes [R, D/32] in host memory.
 
@@ -192,6 +197,8 @@ class PinnedHostTable(nnx.Module):
       >>> table.lookup_packed(jnp.array([3, -1]))[:, -1]
       Array([127,   0], dtype=uint8)
     """
+
+    direct_tokens = 64
 
     def __init__(
         self,
@@ -215,6 +222,11 @@ class PinnedHostTable(nnx.Module):
             else scale_bytes(scale)
         )
         self.scale = Constant(jax.device_put(bytes_of_scale, sharding))
+
+    @property
+    def reads_on_device(self) -> bool:
+        """Tell whether a kernel of the device reads the rows, instead of the host."""
+        return missing_gpu_reason() is None
 
     def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
         """Read rows on the host into memory that is there; threads may do so at once.
@@ -243,20 +255,46 @@ class PinnedHostTable(nnx.Module):
         Returns:
           uint8 [..., D + D/32], in device memory.
         """
-        host, device = jax.memory.Space.Host, jax.memory.Space.Device
-        known = (ids >= 0) & (ids < self.num_rows)
-        # Masked on the device: only a plain gather may run in host memory.
-        safe = jax.device_put(jnp.where(known, ids, 0), host)
-        take = compute_on(
-            lambda table, rows: table.at[rows].get(mode="promise_in_bounds"),
-            compute_type="device_host",
-            out_memory_spaces=host,
+        return lookup_pinned(self.weight[...], self.scale[...], ids, 0, self.num_rows)
+
+
+def lookup_pinned(
+    weight: Array,
+    scale: Array,
+    ids: Int32[Array, "..."],
+    row_start: int | Int32[Array, ""],
+    row_end: int | Int32[Array, ""],
+) -> UInt8[Array, "... P"]:
+    """Read rows of arrays in page-locked host memory, inside jit or `shard_map`.
+
+    Args:
+      weight: e4m3 values [R, D] or their bytes, in host memory.
+      scale: E8M0 bytes [R, D/32], in host memory.
+      ids: Rows, of any shape.
+      row_start: The id of the arrays' row 0.
+      row_end: One past the last id that they answer for.
+
+    Returns:
+      uint8 [..., D + D/32], in device memory; zeros for an id outside.
+    """
+    if missing_gpu_reason() is None:
+        return lookup_packed(
+            weight, scale, ids, row_start=row_start, row_end=row_end, backend="pallas"
         )
-        values, scales = (
-            jax.device_put(take(table[...], safe), device)  # pyright: ignore[reportCallIssue]
-            for table in (self.weight, self.scale)
-        )
-        return jnp.where(known[..., None], pack(values, scales), jnp.uint8(0))
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    known = (ids >= row_start) & (ids < row_end)
+    # Masked on the device: only a plain gather may run in host memory.
+    safe = jax.device_put(jnp.where(known, ids - row_start, 0), host)
+    take = compute_on(
+        lambda table, rows: table.at[rows].get(mode="promise_in_bounds"),
+        compute_type="device_host",
+        out_memory_spaces=host,
+    )
+    values, scales = (
+        jax.device_put(take(table, safe), device)  # pyright: ignore[reportCallIssue]
+        for table in (weight, scale)
+    )
+    return jnp.where(known[..., None], pack(values, scales), jnp.uint8(0))
 
 
 def take_rows(

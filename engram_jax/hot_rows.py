@@ -270,10 +270,18 @@ class LayerFetch:
         """Tell whether there is a cache."""
         return self._cache is not None
 
-    def shapes(self, layer: int) -> dict[str, Any]:
+    def cut(self, pieces: int) -> list[npt.NDArray[Any]]:
+        """Cut the rows to read into pieces along the first axis."""
+        return np.array_split(self.ids, pieces)
+
+    def shapes(self, layer: int, pieces: int) -> dict[str, Any]:
         """Give the arrays that are staged for it, by name, without their contents."""
-        rows = jax.ShapeDtypeStruct((*self.ids.shape, self.row_bytes), np.uint8)
-        staged = {f"rows{layer}": rows}
+        staged = {
+            f"rows{layer}.{piece}": jax.ShapeDtypeStruct(
+                (*ids.shape, self.row_bytes), np.uint8
+            )
+            for piece, ids in enumerate(self.cut(pieces))
+        }
         if self.index is not None:
             staged[f"index{layer}"] = jax.ShapeDtypeStruct(self.index.shape, np.int32)
         return staged

@@ -1,35 +1,28 @@
 """Rows of tables outside device memory, fetched while an earlier step runs."""
 
 import collections
-import dataclasses
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from jaxtyping import Int
 
-from .config import QUANT_BLOCK
 from .exchange import fetch_rows
-from .host_hash import HostHash, narrow
-from .hot_rows import FetchCounters, HotRowCache, LayerFetch, RowBudget
+from .hot_rows import FetchCounters, HotRowCache
+from .row_fetcher import Fetched, FillProgress, RowFetcher, packed_width
 from .stack import EngramBatch, EngramStack
 from .staged_rows import StagedRows
-from .staging import StagingBuffer, host_sharding
+from .staging import StagingBuffer, to_device
 
 _log = logging.getLogger(__name__)
 
 _THREADS = 8
 """Beyond 8 threads an H200's host gathered no faster: 7.5 ms with 1, 2.9 with 4, 1.7
 with 8, 1.6 to 2.1 with 10 to 14."""
-_ROWS_PER_TASK = 512
-_SHAPES_KEPT = 8
 
 
 class EngramPrefetch:
@@ -57,25 +50,27 @@ class EngramPrefetch:
     Use it from one thread. `close`, or leaving the ``with`` block, ends its threads.
 
     Attributes:
-        counters: `FetchCounters` of everything fetched so far.
         hot_rows: each layer's `HotRowCache`, or None.
 
     Args:
         stack: whose rows to fetch.
         threads: host threads that gather; None takes 8, or the CPUs if these are fewer.
         depth: batches that may be started and not yet taken.
-        unique: fetch each distinct row of a batch once. That costs the host some time,
+        unique: read each distinct row of a batch once. That costs the host some time,
             and pays where rows are few or the link is slow. None does so with
             `hot_rows` alone. Not on a mesh.
         hot_rows: bytes of device memory for a cache of frequent rows, of all layers
             together; or the caches, one a layer. Not on a mesh.
         direct_tokens: up to this many tokens the GPU reads pinned tables itself, which
             starts sooner. None takes what was measured.
+        early_copies: 0 leaves the copy to the step. Otherwise `result` copies the rows
+            in this many pieces, each as soon as it is gathered: for a device that has
+            nothing else to do meanwhile. 1 at most with `hot_rows`. Not on a mesh.
 
     Raises:
         MemoryError: the cache does not fit into the device's memory.
-        NotImplementedError: `unique` or `hot_rows` on a mesh.
-        ValueError: a number is below 1, or caches do not fit the layers.
+        NotImplementedError: an option that does not work on a mesh, there.
+        ValueError: a number is too small, or caches do not fit the layers.
     """
 
     def __init__(
@@ -87,33 +82,46 @@ class EngramPrefetch:
         unique: bool | None = None,
         hot_rows: int | Sequence[HotRowCache] | None = None,
         direct_tokens: int | None = None,
+        early_copies: int = 0,
     ) -> None:
         threads = min(_THREADS, os.cpu_count() or 1) if threads is None else threads
-        for name, number in (("threads", threads), ("depth", depth)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")
-        if stack.sharding is not None and (unique or hot_rows is not None):
+        for name, number, least in (
+            ("threads", threads, 1),
+            ("depth", depth, 1),
+            ("early_copies", early_copies, 0),
+        ):
+            if number < least:
+                raise ValueError(f"{name} is {number}; it must be at least {least}")
+        if stack.sharding is not None and (
+            unique or hot_rows is not None or early_copies
+        ):
             raise NotImplementedError(
-                "unique and hot_rows are not available on a mesh; leave them out"
+                "unique, hot_rows and early_copies are not available on a mesh; leave "
+                "them out"
             )
-        self._stack = stack
         self._tables = [layer.embedding for layer in stack.layers.values()]
-        self._layout = _Layout.of(stack)
         self.hot_rows = self._caches(hot_rows)
-        self._unique = self.hot_rows is not None if unique is None else unique
-        self._budgets = [RowBudget() for _ in self._tables]
-        self._direct_tokens = direct_tokens
-        self._hash: HostHash | None = None
-        self.counters = FetchCounters()
-        self._threads = threads
+        if self.hot_rows is not None:
+            early_copies = min(early_copies, 1)
+        self._early_copies = early_copies
         self._depth = depth
-        self._gatherers = futures.ThreadPoolExecutor(threads, "engram-gather")
-        # One after the other: a cache must see batches in order.
-        self._fetcher = futures.ThreadPoolExecutor(1, "engram-fetch")
+        self._fetcher = RowFetcher(
+            stack,
+            threads=threads,
+            unique=self.hot_rows is not None if unique is None else unique,
+            hot_rows=self.hot_rows,
+            direct_tokens=direct_tokens,
+            pieces=max(1, early_copies),
+        )
+        self._thread = futures.ThreadPoolExecutor(1, "engram-fetch")
         self._pending: collections.deque[PendingBatch] = collections.deque()
-        self._free = _FreeBuffers()
         self._handed_over: StagingBuffer | None = None
         self._closed = False
+
+    @property
+    def counters(self) -> FetchCounters:
+        """Count everything fetched so far."""
+        return self._fetcher.counters
 
     def start(
         self,
@@ -157,11 +165,12 @@ class EngramPrefetch:
                 "a slot cache lives on the device: hash with EngramStack.batch, and "
                 "start with the batch that it gives"
             )
-        if hashes is None and self._hash is None:
-            self._hash = HostHash(self._stack.hash_state)
-        pending = PendingBatch(
-            self, self._fetcher.submit(self._fetch, hashes, token_mask, tokens)
+        progress = FillProgress(self._fetcher.pieces)
+        # One after the other: a cache must see batches in order.
+        future = self._thread.submit(
+            self._fetcher.fetch, progress, hashes, token_mask, tokens
         )
+        pending = PendingBatch(self, future, progress)
         self._pending.append(pending)
         return pending
 
@@ -181,7 +190,7 @@ class EngramPrefetch:
             fetched = future.result()
             self._admit(fetched)
             if fetched.buffer is not None:
-                self._free.put(fetched.buffer)
+                self._fetcher.give_back(fetched.buffer)
         if errors:
             raise errors[0]
 
@@ -198,9 +207,8 @@ class EngramPrefetch:
         except Exception as error:
             _log.warning("A batch that was not taken had failed: %s", error)
         finally:
-            self._fetcher.shutdown()
-            self._gatherers.shutdown()
-            self._free.clear()
+            self._thread.shutdown()
+            self._fetcher.close()
             self._handed_over = None
 
     def __enter__(self) -> "EngramPrefetch":
@@ -212,122 +220,18 @@ class EngramPrefetch:
     def _caches(self, hot_rows) -> list[HotRowCache] | None:
         if hot_rows is None:
             return None
-        if not isinstance(hot_rows, int):
-            caches = list(hot_rows)
-            widths = [_packed_width(table) for table in self._tables]
-            if [cache.row_bytes for cache in caches] != widths:
-                raise ValueError(
-                    f"hot_rows has caches of rows of "
-                    f"{[cache.row_bytes for cache in caches]} bytes; the layers' rows "
-                    f"have {widths}: one cache a layer"
-                )
-            return caches
-        share = hot_rows // len(self._tables)
-        return [
-            HotRowCache(share // _packed_width(table), _packed_width(table))
-            for table in self._tables
-        ]
-
-    # --- In the fetching thread ------------------------------------------------------
-
-    def _fetch(self, given, token_mask, tokens) -> "_Fetched":
-        if given is None:
-            assert self._hash is not None
-            hashes, token_mask = self._hash(tokens)
-        elif isinstance(given, EngramBatch):
-            hashes, token_mask = np.asarray(given.hash_ids), given.token_mask
-        else:
-            hashes = np.asarray(given)
-        self._check(hashes)
-        hashes = narrow(hashes)
-        count = hashes.shape[0]
-        staged = [
-            index
-            for index, table in enumerate(self._tables)
-            if self._host(table, count)
-        ]
-        whole = self._layout.sharding is None or len(staged) == len(self._tables)
-        if not staged or not count or not whole:
-            return _Fetched(hashes, token_mask)
-        layers = {index: self._plan(index, hashes[:, index]) for index in staged}
-        shapes = {
-            name: self._layout.shape(name, array.shape, array.dtype)
-            for index, layer in layers.items()
-            for name, array in layer.shapes(index).items()
-        }
-        buffer = self._free.take(shapes)
-        buffer.wait_for_readers()
-        self._fill(buffer, layers)
-        admissions = {}
-        for index, layer in layers.items():
-            rows = buffer.views(f"rows{index}")[0][1] if layer.cached else None
-            admissions[index] = layer.admit(rows)
-            self.counters.add(layer)
-        return _Fetched(hashes, token_mask, buffer, layers, admissions)
-
-    def _check(self, hashes) -> None:
-        wanted = (len(self._tables), self._stack.layout.n_hash_cols)
-        if hashes.ndim != 3 or hashes.shape[1:] != wanted:
+        widths = [packed_width(table) for table in self._tables]
+        if isinstance(hot_rows, int):
+            share = hot_rows // len(widths)
+            return [HotRowCache(share // width, width) for width in widths]
+        caches = list(hot_rows)
+        found = [cache.row_bytes for cache in caches]
+        if found != widths:
             raise ValueError(
-                f"hashes have shape {hashes.shape}; they must be [T, {wanted[0]}, "
-                f"{wanted[1]}]: rows of each token, layer and column"
+                f"hot_rows has caches of rows of {found} bytes; the layers' rows have "
+                f"{widths}: one cache a layer"
             )
-        if hashes.dtype.kind not in "iu":
-            raise TypeError(f"hashes have dtype {hashes.dtype}; they must be integers")
-
-    def _host(self, table, count) -> bool:
-        """Tell whether a table's rows are to be gathered on the host."""
-        storage = table.storage
-        if storage is None or not hasattr(storage, "read_into"):
-            return False
-        most = self._direct_tokens
-        if most is None:
-            most = getattr(storage, "direct_tokens", 0)
-        direct = getattr(storage, "reads_on_device", False)
-        return self._layout.sharding is not None or not direct or count > most
-
-    def _plan(self, index, ids) -> LayerFetch:
-        padded = self._layout.pad(ids)
-        width = _packed_width(self._tables[index])
-        cache = None if self.hot_rows is None else self.hot_rows[index]
-        if not self._unique:
-            return LayerFetch.of_all(padded, width)
-        return LayerFetch.of_distinct(padded, width, cache, self._budgets[index])
-
-    def _fill(self, buffer, layers) -> None:
-        jobs, copies = [], []
-        for index, layer in layers.items():
-            storage = self._tables[index].storage
-            first: dict[str, Any] = {}
-            for part, view in buffer.views(f"rows{index}"):
-                done = first.setdefault(str(part), view)
-                if done is not view:  # another device has the same tokens
-                    copies.append((view, done))
-                    continue
-                ids = layer.ids[part[: layer.ids.ndim]].reshape(-1)
-                jobs.append(
-                    (storage, ids, view.reshape(-1, view.shape[-1])[: ids.size])
-                )
-            if layer.index is not None:
-                for part, view in buffer.views(f"index{index}"):
-                    view[...] = layer.index[part]
-        total = sum(ids.size for _, ids, _ in jobs)
-        tasks = max(1, min(self._threads, total // _ROWS_PER_TASK))
-        work = [
-            self._gatherers.submit(_gather, jobs, i, tasks) for i in range(1, tasks)
-        ]
-        try:
-            # One task a thread: more only fight over Python's lock.
-            _gather(jobs, 0, tasks)
-        finally:
-            # The buffer is not anybody else's while a thread may write to it.
-            futures.wait(work)
-        for task in work:
-            task.result()
-        for view, source in copies:
-            view[...] = source
-
-    # --- In the caller's thread ------------------------------------------------------
+        return caches
 
     def _hand_over(self, pending: "PendingBatch") -> EngramBatch:
         if not self._pending or self._pending[0] is not pending:
@@ -336,29 +240,51 @@ class EngramPrefetch:
                 "one was dropped by join() or close(), or an earlier one waits"
             )
         try:
-            fetched: _Fetched = pending._future.result()
+            early = self._copy_early(pending._progress)
+            fetched: Fetched = pending._future.result()
         finally:
             self._pending.popleft()
         if self._handed_over is not None:
             # Its step has been dispatched by now.
-            self._free.put(self._handed_over)
+            self._fetcher.give_back(self._handed_over)
         self._handed_over = fetched.buffer
-        batch = self._batch(fetched)
+        batch = self._batch(fetched, early)
         self._admit(fetched)
         return batch
 
-    def _batch(self, fetched: "_Fetched") -> EngramBatch:
+    def _copy_early(self, progress: FillProgress) -> dict[str, Any]:
+        """Copy pieces to the device, each when it is filled."""
+        copied: dict[str, Any] = {}
+        if not self._early_copies:
+            return copied
+        progress.started.wait()
+        if progress.buffer is None:
+            return copied
+        for piece in range(self._fetcher.pieces):
+            progress.wait(piece)
+            filled = {
+                name: array
+                for name, array in progress.buffer.arrays.items()
+                if name.endswith(f".{piece}")
+            }
+            copied |= _copy_all(filled)
+        return copied
+
+    def _batch(self, fetched: Fetched, early: dict[str, Any]) -> EngramBatch:
         hashes, mask = fetched.hashes, fetched.token_mask
         mask = None if mask is None else jnp.asarray(mask)
         if fetched.buffer is None:
             hashes, rows = jnp.asarray(hashes), None
-            if self._layout.sharding is not None:
-                rows = fetch_rows(self._layout.sharding, self._tables, hashes)
+            if self._fetcher.sharding is not None:
+                rows = fetch_rows(self._fetcher.sharding, self._tables, hashes)
             return EngramBatch(hashes, mask, rows)
-        arrays = fetched.buffer.arrays
+        arrays = fetched.buffer.arrays | early
         rows = tuple(
             StagedRows(
-                arrays[f"rows{index}"],
+                tuple(
+                    arrays[f"rows{index}.{piece}"]
+                    for piece in range(self._fetcher.pieces)
+                ),
                 arrays.get(f"index{index}"),
                 None if self.hot_rows is None else self.hot_rows[index].rows,
             )
@@ -369,7 +295,7 @@ class EngramPrefetch:
         # Where nobody reads them they need not travel.
         return EngramBatch(jnp.asarray(hashes) if None in rows else None, mask, rows)
 
-    def _admit(self, fetched: "_Fetched") -> None:
+    def _admit(self, fetched: Fetched) -> None:
         for index, admission in fetched.admissions.items():
             if admission is not None and self.hot_rows is not None:
                 self.hot_rows[index].schedule(admission)
@@ -378,9 +304,15 @@ class EngramPrefetch:
 class PendingBatch:
     """Stand for a batch whose rows are being fetched."""
 
-    def __init__(self, prefetch: EngramPrefetch, future: futures.Future[Any]) -> None:
+    def __init__(
+        self,
+        prefetch: EngramPrefetch,
+        future: futures.Future[Any],
+        progress: FillProgress,
+    ) -> None:
         self._prefetch = prefetch
         self._future = future
+        self._progress = progress
 
     def done(self) -> bool:
         """Tell whether `result` would not wait."""
@@ -400,80 +332,6 @@ class PendingBatch:
         return self._prefetch._hand_over(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fetched:
-    hashes: npt.NDArray[Any]
-    token_mask: Any
-    buffer: StagingBuffer | None = None
-    layers: dict[int, LayerFetch] = dataclasses.field(default_factory=dict)
-    admissions: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Where staged rows lie: in one device's pinned memory, or in a mesh's."""
-
-    sharding: Any
-    host: jax.sharding.Sharding
-
-    @classmethod
-    def of(cls, stack: EngramStack) -> "_Layout":
-        sharding = stack.sharding
-        if sharding is not None:
-            return cls(sharding, host_sharding(sharding.named(sharding.rows)))
-        weight = next(iter(stack.layers.values())).q_weight[...]
-        return cls(None, host_sharding(weight.sharding))
-
-    def shape(self, name, shape, dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.host)
-
-    def pad(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if self.sharding is None:
-            return ids
-        missing = self.sharding.pad_tokens(len(ids)) - len(ids)
-        return np.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
-
-
-class _FreeBuffers:
-    """Buffers that no batch has, by shape; those of rare shapes are let go."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._buffers: dict[Any, list[StagingBuffer]] = {}
-
-    def take(self, shapes) -> StagingBuffer:
-        key = _key(shapes)
-        with self._lock:
-            free = self._buffers.pop(key, [])
-            buffer = free.pop() if free else None
-            self._buffers[key] = free  # now the shape used last
-            while len(self._buffers) > _SHAPES_KEPT:
-                del self._buffers[next(iter(self._buffers))]
-        return StagingBuffer(shapes) if buffer is None else buffer
-
-    def put(self, buffer: StagingBuffer) -> None:
-        if any(array.is_deleted() for array in buffer.arrays.values()):
-            return  # a step took them as donated: they are its own
-        buffer.retire()
-        with self._lock:
-            self._buffers.setdefault(_key(buffer.arrays), []).append(buffer)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._buffers.clear()
-
-
-def _key(arrays) -> tuple[Any, ...]:
-    return tuple((name, x.shape, str(x.dtype)) for name, x in sorted(arrays.items()))
-
-
-def _gather(jobs, task: int, tasks: int) -> None:
-    """Do one thread's share of every layer's rows."""
-    for storage, ids, out in jobs:
-        start, stop = (ids.size * i // tasks for i in (task, task + 1))
-        if stop > start:
-            storage.read_into(ids[start:stop], out[start:stop])
-
-
-def _packed_width(table: Any) -> int:
-    return table.head_dim + table.head_dim // QUANT_BLOCK
+@jax.jit
+def _copy_all(arrays):
+    return {name: to_device(array) for name, array in arrays.items()}

@@ -20,14 +20,14 @@ class StagedRows:
 
     Attributes:
         rows: uint8 [T, C, D + D/32] in pinned host memory; with `index`, [U, D + D/32],
-            each distinct row once.
+            each distinct row once. In one or more pieces along the first axis.
         index: int32 [T, C], which of `rows` each is; ``-1 - slot`` takes a row of
             `cache`. None: `rows` are all, in place.
         cache: uint8 [S, D + D/32] in device memory, or None.
     """
 
     # Not typed further: JAX builds pytrees of placeholders, too.
-    rows: Any
+    rows: tuple[Any, ...]
     index: Any = None
     cache: Any = None
 
@@ -40,10 +40,11 @@ class StagedRows:
         Example:
             >>> rows = jnp.array([[1, 2], [3, 4]], jnp.uint8)
             >>> cache = jnp.array([[5, 6]], jnp.uint8)
-            >>> StagedRows(rows, jnp.array([[1, -1, 0]]), cache).packed().tolist()
+            >>> StagedRows((rows,), jnp.array([[1, -1, 0]]), cache).packed().tolist()
             [[[3, 4], [5, 6], [1, 2]]]
         """
-        rows = to_device(self.rows)
+        pieces = [to_device(piece) for piece in self.rows]
+        rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         if self.index is None:
             return rows
         index = to_device(self.index)

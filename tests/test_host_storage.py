@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from kernels import aot
 
 from engram_jax import host_storage, mxfp8
 from engram_jax.embedding import ParallelEngramEmbedding, RowStorage
@@ -334,3 +335,26 @@ def test_mapped_table_serves_a_gpu(path, table_bytes):
     rows = jax.jit(open_table(path).lookup_packed)(jnp.asarray(ids))
     assert rows.devices() == jnp.zeros(()).devices()
     np.testing.assert_array_equal(rows, expected_rows(table_bytes, ids))
+
+
+@pytest.mark.parametrize("tokens", [1, 96])
+def test_pinned_table_is_read_by_the_gpus_kernel(table_bytes, tokens):
+    """Compiled for Hopper: the kernel alone, no copy of the table."""
+    values, scales = table_bytes
+    table = PinnedHostTable(values, scales)
+    graph, state = nnx.split(table)
+
+    def read(state, ids):
+        return nnx.merge(graph, state).lookup_packed(ids)
+
+    leaves, tree = jax.tree.flatten(state)
+    operands = [
+        aot.operand(x.shape, x.dtype, memory_kind="pinned_host") for x in leaves
+    ]
+    compiled = aot.compile_for_hopper(
+        lambda operands, ids: read(jax.tree.unflatten(tree, operands), ids),
+        operands,
+        aot.operand((tokens, 24), jnp.int32),
+    )
+    assert aot.temporary_bytes(compiled) == 0
+    assert "copy" not in aot.text_of(compiled)

@@ -440,6 +440,34 @@ def test_device_tables_on_a_mesh_fetch_as_ever():
         same(run_layers(sharded, hidden, batch), expected)
 
 
+@pytest.mark.parametrize("unique", [False, True])
+def test_early_copies_in_pieces(stacks, unique):
+    stack = stacks["pinned_host"]
+    step, hash_batch = make_step(stack)
+    hidden = random_hidden(37)
+    with EngramPrefetch(stack, threads=2, early_copies=3, unique=unique) as prefetch:
+        for seed in range(6):
+            arguments = random_batch(37, seed)
+            batch = prefetch.start(**arguments).result()
+            assert len(batch.rows[0].rows) == 3
+            same(step(hidden, batch), step(hidden, hash_batch(arguments)))
+        for tokens in (0, 1, 2):
+            arguments = random_batch(tokens, 3)
+            batch = prefetch.start(**arguments).result()
+            expected = step(random_hidden(tokens), hash_batch(arguments))
+            same(step(random_hidden(tokens), batch), expected)
+
+
+def test_errors_surface_with_early_copies(stacks, tmp_path):
+    stack = with_storage(stacks["device"], mapped(tmp_path))
+    with EngramPrefetch(stack, threads=2, early_copies=2) as prefetch:
+        (tmp_path / "1.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"removed|truncated"):
+            prefetch.start(**random_batch(300, 1)).result()
+        with pytest.raises(ValueError, match="one of the two"):
+            prefetch.start()
+
+
 @pytest.mark.parametrize("number", ["threads", "depth"])
 def test_numbers_below_one_are_refused(stacks, number):
     with pytest.raises(ValueError, match=f"{number} is 0"):

@@ -1,0 +1,314 @@
+"""The host's side of a prefetch: which rows, gathered by which threads, into what."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from .config import QUANT_BLOCK
+from .host_hash import HostHash, narrow
+from .hot_rows import FetchCounters, HotRowCache, LayerFetch, RowBudget
+from .stack import EngramBatch, EngramStack
+from .staging import StagingBuffer, host_sharding
+
+_ROWS_PER_TASK = 512
+_SHAPES_KEPT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """A batch whose rows are in host memory.
+
+    Attributes:
+        hashes: int32 [T, L, C].
+        token_mask: bool [T], or None.
+        buffer: the rows, or None where none are staged.
+        layers: what each staged layer reads from where.
+        admissions: rows for each layer's cache.
+    """
+
+    hashes: npt.NDArray[Any]
+    token_mask: Any
+    buffer: StagingBuffer | None = None
+    layers: dict[int, LayerFetch] = dataclasses.field(default_factory=dict)
+    admissions: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+class FillProgress:
+    """Tell another thread which pieces of a buffer are filled.
+
+    Attributes:
+        buffer: what is being filled, once `started` is set; None where nothing is.
+        started: set when it is known what is filled.
+
+    Args:
+        pieces: how many there are.
+    """
+
+    def __init__(self, pieces: int) -> None:
+        self.buffer: StagingBuffer | None = None
+        self.started = threading.Event()
+        self._lock = threading.Lock()
+        self._left = [0] * pieces
+        self._filled = [threading.Event() for _ in range(pieces)]
+
+    def begin(self, buffer: StagingBuffer, tasks: int) -> None:
+        """Say that tasks fill a buffer."""
+        self.buffer = buffer
+        self._left = [tasks] * len(self._left)
+        self.started.set()
+
+    def finish(self, piece: int) -> None:
+        """Say that one of the tasks has done its share of a piece."""
+        with self._lock:
+            self._left[piece] -= 1
+            if not self._left[piece]:
+                self._filled[piece].set()
+
+    def wait(self, piece: int) -> None:
+        """Wait until a piece is filled, or given up."""
+        self._filled[piece].wait()
+
+
+class RowFetcher:
+    """Gather batches' rows into staging buffers, one batch after the other.
+
+    Attributes:
+        sharding: how the stack lies on a mesh, or None.
+        counters: of everything fetched so far.
+        pieces: arrays that a layer's rows are staged in.
+
+    Args:
+        stack: whose rows.
+        threads: that gather.
+        unique: whether each distinct row is read once.
+        hot_rows: each layer's cache, or None.
+        direct_tokens: as of `EngramPrefetch`.
+        pieces: arrays to stage a layer's rows in.
+    """
+
+    def __init__(
+        self,
+        stack: EngramStack,
+        *,
+        threads: int,
+        unique: bool,
+        hot_rows: Sequence[HotRowCache] | None,
+        direct_tokens: int | None,
+        pieces: int,
+    ) -> None:
+        self.sharding = stack.sharding
+        self.counters = FetchCounters()
+        self.pieces = pieces
+        self._hash_state = stack.hash_state
+        self._n_hash_cols = stack.layout.n_hash_cols
+        self._tables = [layer.embedding for layer in stack.layers.values()]
+        self._memory = _host_memory(stack)
+        self._unique = unique
+        self._hot_rows = hot_rows
+        self._direct_tokens = direct_tokens
+        self._budgets = [RowBudget() for _ in self._tables]
+        self._hash: HostHash | None = None
+        self._threads = threads
+        self._gatherers = futures.ThreadPoolExecutor(threads, "engram-gather")
+        self._free = _FreeBuffers()
+
+    def fetch(
+        self,
+        progress: FillProgress,
+        given: Any,
+        token_mask: Any,
+        tokens: Mapping[str, Any],
+    ) -> Fetched:
+        """Fetch one batch; run it in one thread, since caches see batches in order.
+
+        Args:
+            progress: told what is filled.
+            given: hashes, an `EngramBatch`, or None for `tokens`.
+            token_mask: with hashes.
+            tokens: arguments of `EngramStack.batch`.
+
+        Returns:
+            The batch.
+        """
+        try:
+            return self._fetch(progress, given, token_mask, tokens)
+        finally:
+            progress.started.set()
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Take a buffer back whose step was dispatched, or that no step will read."""
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._gatherers.shutdown()
+        self._free.clear()
+
+    def _fetch(self, progress, given, token_mask, tokens) -> Fetched:
+        if given is None:
+            if self._hash is None:
+                self._hash = HostHash(self._hash_state)
+            hashes, token_mask = self._hash(tokens)
+        elif isinstance(given, EngramBatch):
+            hashes, token_mask = np.asarray(given.hash_ids), given.token_mask
+        else:
+            hashes = np.asarray(given)
+        self._check(hashes)
+        hashes = narrow(hashes)
+        count = hashes.shape[0]
+        staged = [
+            index
+            for index, table in enumerate(self._tables)
+            if self._on_host(table, count)
+        ]
+        whole = self.sharding is None or len(staged) == len(self._tables)
+        if not staged or not count or not whole:
+            return Fetched(hashes, token_mask)
+        layers = {index: self._plan(index, hashes[:, index]) for index in staged}
+        shapes = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._memory)
+            for index, layer in layers.items()
+            for name, array in layer.shapes(index, self.pieces).items()
+        }
+        buffer = self._free.take(shapes)
+        buffer.wait_for_readers()
+        self._fill(progress, buffer, layers)
+        admissions = {}
+        for index, layer in layers.items():
+            rows = buffer.views(f"rows{index}.0")[0][1] if layer.cached else None
+            admissions[index] = layer.admit(rows)
+            self.counters.add(layer)
+        return Fetched(hashes, token_mask, buffer, layers, admissions)
+
+    def _check(self, hashes) -> None:
+        wanted = (len(self._tables), self._n_hash_cols)
+        if hashes.ndim != 3 or hashes.shape[1:] != wanted:
+            raise ValueError(
+                f"hashes have shape {hashes.shape}; they must be [T, {wanted[0]}, "
+                f"{wanted[1]}]: rows of each token, layer and column"
+            )
+        if hashes.dtype.kind not in "iu":
+            raise TypeError(f"hashes have dtype {hashes.dtype}; they must be integers")
+
+    def _on_host(self, table, count) -> bool:
+        """Tell whether a table's rows are to be gathered on the host."""
+        storage = table.storage
+        if storage is None or not hasattr(storage, "read_into"):
+            return False
+        if self.sharding is not None or not getattr(storage, "reads_on_device", False):
+            return True
+        most = self._direct_tokens
+        return count > (storage.direct_tokens if most is None else most)
+
+    def _plan(self, index, ids) -> LayerFetch:
+        if self.sharding is not None:
+            missing = self.sharding.pad_tokens(len(ids)) - len(ids)
+            ids = np.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
+        width = packed_width(self._tables[index])
+        if not self._unique:
+            return LayerFetch.of_all(ids, width)
+        cache = None if self._hot_rows is None else self._hot_rows[index]
+        return LayerFetch.of_distinct(ids, width, cache, self._budgets[index])
+
+    def _fill(self, progress, buffer, layers) -> None:
+        jobs: list[list[Any]] = [[] for _ in range(self.pieces)]
+        copies = []
+        for index, layer in layers.items():
+            storage = self._tables[index].storage
+            for piece, ids in enumerate(layer.cut(self.pieces)):
+                first: dict[str, Any] = {}
+                for part, view in buffer.views(f"rows{index}.{piece}"):
+                    done = first.setdefault(str(part), view)
+                    if done is not view:  # another device has the same tokens
+                        copies.append((view, done))
+                        continue
+                    some = ids[part[: ids.ndim]].reshape(-1)
+                    out = view.reshape(-1, view.shape[-1])
+                    jobs[piece].append((storage, some, out))
+            if layer.index is not None:
+                for part, view in buffer.views(f"index{index}"):
+                    view[...] = layer.index[part]
+        total = sum(ids.size for piece in jobs for _, ids, _ in piece)
+        tasks = max(1, min(self._threads, total // _ROWS_PER_TASK))
+        progress.begin(buffer, tasks)
+        work = [
+            self._gatherers.submit(_gather, progress, jobs, task, tasks)
+            for task in range(1, tasks)
+        ]
+        try:
+            # One task a thread: more only fight over Python's lock.
+            _gather(progress, jobs, 0, tasks)
+        finally:
+            # The buffer is not anybody else's while a thread may write to it.
+            futures.wait(work)
+        for task in work:
+            task.result()
+        for view, source in copies:
+            view[...] = source
+
+
+class _FreeBuffers:
+    """Buffers that no batch has, by shape; those of rare shapes are let go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: dict[Any, list[StagingBuffer]] = {}
+
+    def take(self, shapes) -> StagingBuffer:
+        key = _key(shapes)
+        with self._lock:
+            free = self._buffers.pop(key, [])
+            buffer = free.pop() if free else None
+            self._buffers[key] = free  # now the shape used last
+            while len(self._buffers) > _SHAPES_KEPT:
+                del self._buffers[next(iter(self._buffers))]
+        return StagingBuffer(shapes) if buffer is None else buffer
+
+    def put(self, buffer: StagingBuffer) -> None:
+        if any(array.is_deleted() for array in buffer.arrays.values()):
+            return  # a step took them as donated: they are its own
+        buffer.retire()
+        with self._lock:
+            self._buffers.setdefault(_key(buffer.arrays), []).append(buffer)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._buffers.clear()
+
+
+def _key(arrays) -> tuple[Any, ...]:
+    return tuple((name, x.shape, str(x.dtype)) for name, x in sorted(arrays.items()))
+
+
+def _gather(progress: FillProgress, jobs, task: int, tasks: int) -> None:
+    """Do one thread's share of every layer's rows, piece after piece."""
+    done = 0
+    try:
+        for piece in jobs:
+            for storage, ids, out in piece:
+                start, stop = (ids.size * i // tasks for i in (task, task + 1))
+                if stop > start:
+                    storage.read_into(ids[start:stop], out[start:stop])
+            progress.finish(done)
+            done += 1
+    finally:
+        for piece in range(done, len(jobs)):  # given up: nobody shall wait
+            progress.finish(piece)
+
+
+def _host_memory(stack: EngramStack) -> jax.sharding.Sharding:
+    """Name the memory that rows are staged in: one device's, or a mesh's."""
+    if stack.sharding is not None:
+        return host_sharding(stack.sharding.named(stack.sharding.rows))
+    return host_sharding(next(iter(stack.layers.values())).q_weight[...].sharding)
+
+
+def packed_width(table: Any) -> int:
+    """Count the bytes of a table's packed row, D + D/32."""
+    return table.head_dim + table.head_dim // QUANT_BLOCK
