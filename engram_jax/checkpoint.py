@@ -29,7 +29,13 @@ from .host_storage import MappedFileTable, PinnedHostTable, available_host_memor
 from .kernels import Backend
 from .layer import Engram
 from .layout import EngramLayout
-from .memory_plan import MemoryPlan, MemoryRoom, choose_placement, plan_memory
+from .memory_plan import (
+    PINNED_POOL_VARIABLE,
+    MemoryPlan,
+    MemoryRoom,
+    choose_placement,
+    plan_memory,
+)
 from .processes import agreement
 from .safetensors_file import (
     DTYPES,
@@ -92,7 +98,6 @@ def load_engram(
       RuntimeError: On a mesh of several processes, it failed in one or more of them;
         all raise this, with each one's reason.
       MemoryError: The tables do not fit; the message has the figures.
-      NotImplementedError: The placement is not available, or not on a mesh.
       TypeError: The tokenizer is of an unknown kind.
       ValueError: Anything in the checkpoint or the tokenizer does not fit; the
         message names it.
@@ -102,11 +107,6 @@ def load_engram(
         listed = ", ".join(map(repr, get_args(Placement)))
         raise ValueError(
             f"placement is {placement!r}; it must be one of {listed}, or several."
-        )
-    if mesh is not None and "pinned_host" in placements:
-        raise NotImplementedError(
-            'placement="pinned_host" is not available on a mesh; use "device", '
-            '"shared_host" or "mapped_file".'
         )
     # All processes of a mesh load, or none: one alone would wait for the rest forever.
     # In two steps, since the choice of a placement is itself a collective, which a
@@ -208,12 +208,12 @@ def _plan_placements(
     )
     plans = []
     for placement in placements:
-        if sharding is None or placement != "device":
+        if sharding is None or placement not in ("device", "pinned_host"):
             plans.append(_plan_memory(files.config, placement, shared))
             continue
         problems = ()
         try:
-            _check_memory_on_mesh(files.config, sharding)
+            _check_memory_on_mesh(files.config, sharding, placement)
         except MemoryError as error:
             problems = (str(error),)
         plans.append(MemoryPlan(placement, 0, 0, 0, problems))
@@ -242,11 +242,13 @@ def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f} GB"
 
 
-def _check_memory_on_mesh(config: EngramConfig, sharding: EngramSharding) -> None:
+def _check_memory_on_mesh(
+    config: EngramConfig, sharding: EngramSharding, placement: Placement
+) -> None:
     """Refuse shards that cannot fit, with the figures, before anything is allocated."""
     bytes_per_row = config.head_dim + config.head_dim // QUANT_BLOCK
     device = sharding.mesh.local_devices[0]
-    if device.platform != "cpu":
+    if device.platform != "cpu" and placement == "device":
         sharding.check_memory(bytes_per_row)
         return
     # CPU devices share the host's memory, and replicas one copy of a shard.
@@ -256,6 +258,13 @@ def _check_memory_on_mesh(config: EngramConfig, sharding: EngramSharding) -> Non
         for start, end in sharding.owned_rows(layer)
     )
     room = available_host_memory()
+    pinned = MemoryRoom.measure(device).pinned
+    if placement == "pinned_host" and pinned is not None and needed > pinned:
+        raise MemoryError(
+            f"This process's shards take {_gigabytes(needed)} of pinned memory, but "
+            f"JAX's pool has {_gigabytes(pinned)}. Set {PINNED_POOL_VARIABLE} before "
+            "JAX starts."
+        )
     if needed > room:
         raise MemoryError(
             f"This process's shards take {_gigabytes(needed)} of host memory, but "
@@ -320,6 +329,7 @@ def _load_layer_on_mesh(
                 functools.partial(_rows_for, device, info),
                 info.shape[1],
                 _rows_for(device, info, 0, 0).dtype,
+                memory_kind="pinned_host" if placement == "pinned_host" else None,
             )
             for info in (weight, scale)
         )

@@ -10,6 +10,7 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
 from . import kernels, mxfp8
 from .constant import Constant
 from .exchange import fetch_rows, unpad_tokens
+from .host_storage import PinnedHostTable
 from .sharding import EngramSharding
 
 
@@ -191,14 +192,17 @@ class ParallelEngramEmbedding(nnx.Module):
             layer_index: which of the layers' tables this is, from 0.
 
         Returns:
-            A new embedding; a table outside device memory stays where it is, and each
-            device reads its shard's rows of it.
+            A new embedding. A table in pinned host memory is cut, too; one in a file
+            or in shared memory stays where it is, and each device reads its shard's
+            rows of it.
 
         Raises:
             ValueError: the table is already a shard.
         """
         if self.sharding is not None or self.row_start:
             raise ValueError("the table is a shard already; shard the whole one")
+        pinned = isinstance(self.storage, PinnedHostTable)
+        holder: Any = self.storage if pinned else self
 
         def place(part):
             if part is None:
@@ -209,12 +213,14 @@ class ParallelEngramEmbedding(nnx.Module):
                 lambda start, end: known[start:end],
                 known.shape[1],
                 known.dtype,
+                memory_kind="pinned_host" if pinned else None,
             )
 
+        outside = self.storage is not None and not pinned
         return ParallelEngramEmbedding(
-            place(self.weight),
-            place(self.scale),
-            storage=self.storage,
+            None if outside else place(holder.weight),
+            None if outside else place(holder.scale),
+            storage=self.storage if outside else None,
             backend=self.backend,
             sharding=sharding,
             layer_index=layer_index,

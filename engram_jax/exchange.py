@@ -11,8 +11,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
 from . import kernels, mxfp8
+from .host_storage import lookup_pinned
 from .sharding import EngramSharding
 from .sharding import P as PartitionSpec
+
+_HOST = jax.memory.Space.Host
 
 Lookup = Callable[[Array, Array, Array], Array]
 """Reads rows of a local shard: (ids [T, c], row_start, row_end) -> [T, c, W]."""
@@ -87,9 +90,13 @@ def _look_up(
     row_format: str, table: Any, weight: Any, scale: Any, ids, row_start, row_end
 ):
     """Rows of this device's shard, in the format that travels."""
-    if weight is None:
-        owned = (ids >= row_start) & (ids < row_end)
-        rows = table.storage.lookup_packed(jnp.where(owned, ids, -1))
+    in_host = weight is None or jax.typeof(weight).memory_space == _HOST
+    if in_host:
+        if weight is None:
+            owned = (ids >= row_start) & (ids < row_end)
+            rows = table.storage.lookup_packed(jnp.where(owned, ids, -1))
+        else:
+            rows = lookup_pinned(weight, scale, ids, row_start, row_end)
         return rows if row_format == "packed" else mxfp8.dequantize(*mxfp8.unpack(rows))
     packed = scale is not None and row_format == "packed"
     lookup: Any = kernels.lookup_packed if packed else kernels.lookup

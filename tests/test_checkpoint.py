@@ -97,7 +97,7 @@ def test_placements_agree_bit_for_bit_under_jit(placement, v41_token_map):
     )
 
 
-@pytest.mark.parametrize("placement", ["device", "mapped_file"])
+@pytest.mark.parametrize("placement", ["device", "pinned_host", "mapped_file"])
 @pytest.mark.parametrize(("tensor", "data"), [(2, 4), (5, 1), (1, 2)])
 def test_loading_onto_a_mesh_gives_the_same_numbers(
     v41_token_map, placement, tensor, data
@@ -137,12 +137,6 @@ def test_mesh_reads_only_the_rows_that_hashes_reach(v41_token_map, monkeypatch):
         assert mine[0][0] == 0
         assert mine[-1][1] == rows
         assert all(b == c for (_, b), (c, _) in pairwise(mine))
-
-
-def test_pinned_memory_on_a_mesh_is_refused(v41_token_map):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
-    with pytest.raises(NotImplementedError, match="on a mesh"):
-        load_engram(TINY, tokenizer=v41_token_map, placement="pinned_host", mesh=mesh)
 
 
 def test_shards_that_do_not_fit_are_refused_with_figures(v41_token_map, monkeypatch):

@@ -24,8 +24,9 @@ from mesh_cases import (
 )
 from tolerances import assert_within
 
-from engram_jax import mxfp8
+from engram_jax import ParallelEngramEmbedding, mxfp8
 from engram_jax.exchange import exchange_rows, fetch_rows
+from engram_jax.host_storage import PinnedHostTable
 from engram_jax.sharding import EngramSharding
 from engram_jax.shards import Cut
 
@@ -241,6 +242,22 @@ def test_embedding_reads_one_layer_on_a_mesh(tables):
     chex.assert_trees_all_equal(table(ids), tables[1](ids))
     with pytest.raises(ValueError, match=r"must be \[T, C\]"):
         table(ids[0])
+
+
+@pytest.mark.parametrize("cut", ["heads", "rows"])
+def test_tables_in_pinned_host_memory_are_cut_too(tables, cut):
+    pinned = [
+        ParallelEngramEmbedding.from_storage(
+            PinnedHostTable(table.weight[...], table.scale[...])
+        )
+        for table in tables
+    ]
+    sharding = EngramSharding.on(mesh(2, 2), LAYOUT, cut=cut)
+    ids = column_ids(LAYOUT, 6)
+    spread = sharded(pinned, sharding)
+    assert spread[0].weight[...].sharding.memory_kind == "pinned_host"
+    rows, _ = compile_fetch(sharding, pinned, ids)
+    np.testing.assert_array_equal(np.asarray(rows)[:6], packed_rows(tables, ids))
 
 
 # --- Gradients ------------------------------------------------------------------------
