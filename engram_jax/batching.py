@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import as_array, check_ragged
+
 TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192)
 REQUEST_BUCKETS = (1, 8, 32, 128, 512)
 
@@ -19,6 +21,7 @@ _FILL = {
     "block_table": -1,
 }
 _PER_TOKEN = ("input_ids", "positions", "dead_mask", "slot_mapping")
+_MASKS = ("dead_mask", "lookback_dead_mask")
 
 
 def bucket_size(size: int, buckets: Sequence[int]) -> int:
@@ -71,10 +74,12 @@ def pad_batch(
             `lookback_dead_mask` or `block_table`, as `NgramHashState` takes them.
 
     Returns:
-        The same arguments, in NumPy, padded: `stack.batch(**padded)`.
+        The same arguments in NumPy, int32 and bool, padded: `stack.batch(**padded)`,
+        inside jit or not.
 
     Raises:
-        TypeError: an argument is none of these.
+        TypeError: an argument is none of these, or has the wrong dtype.
+        ValueError: lengths do not fit each other, or an integer does not fit int32.
 
     Example:
         >>> padded = pad_batch(input_ids=[5, 6, 7], positions=[0, 1, 0],
@@ -83,20 +88,53 @@ def pad_batch(
         >>> padded["input_ids"].tolist(), padded["query_start_loc"].tolist()
         ([5, 6, 7, -1], [0, 2, 3, 3])
     """
-    starts = np.asarray(query_start_loc)
-    requests = bucket_size(len(starts) - 1, request_buckets)
-    tokens = bucket_size(len(input_ids), token_buckets)
-    padded: dict[str, Any] = {
-        "query_start_loc": np.pad(starts, (0, requests + 1 - len(starts)), "edge")
+    starts = _narrow("query_start_loc", query_start_loc)
+    if starts.ndim != 1 or not len(starts):
+        raise ValueError(
+            f"query_start_loc has shape {starts.shape}; it must hold R + 1 offsets"
+        )
+    check_ragged(starts, len(input_ids))
+    sizes = {"tokens": len(input_ids), "requests": len(starts) - 1}
+    padded_sizes = {
+        "tokens": bucket_size(sizes["tokens"], token_buckets),
+        "requests": bucket_size(sizes["requests"], request_buckets),
     }
+    missing = padded_sizes["requests"] - sizes["requests"]
+    padded: dict[str, Any] = {"query_start_loc": np.pad(starts, (0, missing), "edge")}
     given = {"input_ids": input_ids, "positions": positions, **per_token_or_request}
     for name, values in given.items():
         if name not in _FILL:
             raise TypeError(f"pad_batch does not know {name!r}; it pads {list(_FILL)}")
         if values is None:
             continue
-        array = np.asarray(values)
-        rows = (tokens if name in _PER_TOKEN else requests) - len(array)
+        array = _narrow(name, values)
+        counted = "tokens" if name in _PER_TOKEN else "requests"
+        if not array.ndim or len(array) != sizes[counted]:
+            raise ValueError(
+                f"{name} has shape {array.shape}; its first axis must be the "
+                f"{sizes[counted]} {counted} of the batch"
+            )
+        rows = padded_sizes[counted] - sizes[counted]
         widths = [(0, rows), *[(0, 0)] * (array.ndim - 1)]
         padded[name] = np.pad(array, widths, constant_values=_FILL[name])
     return padded
+
+
+def _narrow(name: str, values: Any) -> np.ndarray:
+    """Take bools, or integers as int32: jit would cut wider ones off, silently."""
+    array = np.asarray(as_array(values))
+    if name in _MASKS:
+        array = array.astype(bool) if not array.size else array
+        if array.dtype != np.bool_:
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be bool")
+        return array
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
+    limits = np.iinfo(np.int32)
+    wrong = (array < limits.min) | (array > limits.max)
+    if wrong.any():
+        raise ValueError(
+            f"{name} holds {array[wrong][0]}, which does not fit int32; a narrower "
+            "copy would name another token or place"
+        )
+    return array.astype(np.int32)

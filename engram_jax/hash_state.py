@@ -14,7 +14,9 @@ from .arguments import (
     Ints,
     as_array,
     as_mask,
+    as_ragged,
     check_shape,
+    check_slots,
     check_values,
 )
 from .constant import Constant
@@ -57,9 +59,12 @@ class NgramHashState(nnx.Module):
                 cover the pad token.
         """
         ids = np.asarray(token_map)
-        if ids.ndim != 1 or ids.size == 0 or ids.min() < 0:
+        integers = ids.dtype.kind in "iu"
+        if ids.ndim != 1 or ids.size == 0 or not integers or ids.min() < 0:
+            least = f", from {ids.min()} up" if ids.size and integers else ""
             raise ValueError(
-                f"token_map has shape {ids.shape}; it must be [V] with ids from 0 up"
+                f"token_map has shape {ids.shape} and dtype {ids.dtype}{least}; it "
+                "must be integers [V] from 0 up"
             )
         size = int(ids.max()) + 1
         if size != layout.compressed_vocab_size:
@@ -223,25 +228,17 @@ class NgramHashState(nnx.Module):
             TypeError: a dtype is wrong.
         """
         given_ids, given_lookback = as_array(input_ids), as_array(lookback_token_ids)
-        input_ids = narrow_ids(given_ids, "input_ids")
-        check_shape("input_ids", input_ids, (None,))
-        (num_tokens,) = input_ids.shape
+        input_ids, query_start_loc = as_ragged(given_ids, query_start_loc)
+        num_tokens, requests = input_ids.shape[0], query_start_loc.shape[0] - 1
         positions = narrow_ids(as_array(positions), "positions")
         check_shape("positions", positions, (num_tokens,))
-        query_start_loc = narrow_ids(as_array(query_start_loc), "query_start_loc")
-        check_shape("query_start_loc", query_start_loc, (None,))
-        if query_start_loc.shape[0] == 0:
-            raise ValueError("query_start_loc is empty; it must hold R + 1 offsets")
-        requests = query_start_loc.shape[0] - 1
         dead_mask = as_mask("dead_mask", dead_mask, (num_tokens,))
         window = (requests, self.lookback)
         if lookback_token_ids is not None:
-            lookback_token_ids = narrow_ids(given_lookback, "lookback_token_ids")
-            check_shape("lookback_token_ids", lookback_token_ids, window)
+            lookback_token_ids = self._as_window(given_lookback, requests)
         elif lookback_dead_mask is not None:
             raise ValueError("lookback_dead_mask needs lookback_token_ids")
         lookback_dead_mask = as_mask("lookback_dead_mask", lookback_dead_mask, window)
-        # As given, since narrowing turns ids beyond int32 into -1, "no token".
         check_values(
             self.vocab_size,
             given_ids,
@@ -258,11 +255,12 @@ class NgramHashState(nnx.Module):
                 )
             if block_size < 1:
                 raise ValueError(f"block_size is {block_size}; it must be at least 1")
-            check_shape("slot_cache", slot_cache, (None,))
             table = narrow_ids(as_array(block_table), "block_table")
             check_shape("block_table", table, (requests, None))
-            slot_mapping = narrow_ids(as_array(slot_mapping), "slot_mapping")
+            given_mapping = as_array(slot_mapping)
+            slot_mapping = narrow_ids(given_mapping, "slot_mapping")
             check_shape("slot_mapping", slot_mapping, (num_tokens,))
+            check_slots(slot_cache, given_mapping, query_start_loc)
             slot_cache = self._write_slots(
                 slot_cache, slot_mapping, input_ids, query_start_loc, dead_mask
             )
@@ -365,8 +363,7 @@ class NgramHashState(nnx.Module):
         Returns:
             bool [T], False for dead tokens, ids outside the vocabulary and padding.
         """
-        input_ids = narrow_ids(as_array(input_ids), "input_ids")
-        query_start_loc = narrow_ids(as_array(query_start_loc), "query_start_loc")
+        input_ids, query_start_loc = as_ragged(input_ids, query_start_loc)
         dead_mask = as_mask("dead_mask", dead_mask, input_ids.shape)
         token = jnp.arange(input_ids.shape[0])
         compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
@@ -438,7 +435,7 @@ class NgramHashState(nnx.Module):
             The new windows and their dead mask.
 
         Raises:
-            ValueError: shapes do not fit each other.
+            ValueError: shapes do not fit each other, or known values are out of range.
 
         Example:
             >>> from engram_jax import EngramLayout
@@ -452,15 +449,16 @@ class NgramHashState(nnx.Module):
             ...                        num_accepted=[2])[0].tolist()
             [[9, 7]]
         """
-        windows = narrow_ids(as_array(lookback_token_ids), "lookback_token_ids")
-        input_ids = narrow_ids(as_array(input_ids), "input_ids")
-        starts = narrow_ids(as_array(query_start_loc), "query_start_loc")
+        given_ids, given_windows = as_array(input_ids), as_array(lookback_token_ids)
+        input_ids, starts = as_ragged(given_ids, query_start_loc)
         requests = starts.shape[0] - 1
-        shape = (requests, self.lookback)
-        check_shape("lookback_token_ids", windows, shape)
-        dead = as_mask("lookback_dead_mask", lookback_dead_mask, shape)
-        dead = jnp.zeros(shape, jnp.bool_) if dead is None else dead
+        windows = self._as_window(given_windows, requests)
+        dead = as_mask("lookback_dead_mask", lookback_dead_mask, windows.shape)
+        dead = jnp.zeros(windows.shape, jnp.bool_) if dead is None else dead
         dead_mask = as_mask("dead_mask", dead_mask, input_ids.shape)
+        check_values(
+            self.vocab_size, given_ids, None, starts, dead_mask, given_windows, dead
+        )
         if input_ids.shape[0] == 0 or requests == 0:
             return windows, dead
         accepted = starts[1:] - starts[:-1]
@@ -486,6 +484,12 @@ class NgramHashState(nnx.Module):
                 jnp.take_along_axis(dead, column, axis=1),
             ),
         )
+
+    def _as_window(self, token_ids, requests):
+        # Not -1 for an id that does not fit: that is an unknown token, not a dead one.
+        token_ids = narrow_ids(token_ids, "lookback_token_ids", outside=-2)
+        check_shape("lookback_token_ids", token_ids, (requests, self.lookback))
+        return token_ids
 
     def _write_slots(self, slot_cache, slot_mapping, input_ids, starts, dead_mask):
         compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])

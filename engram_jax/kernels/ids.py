@@ -2,21 +2,25 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Int32, Integer
 
 OUTSIDE = -1
 """The id that no token and no row has."""
 
 
 def narrow_ids(
-    ids: Int[Array, "..."] | np.ndarray, name: str = "ids"
+    ids: Integer[Array, "..."] | np.ndarray,
+    name: str = "ids",
+    *,
+    outside: int = OUTSIDE,
 ) -> Int32[Array, "..."]:
-    """Cast ids to int32; one that does not fit becomes -1, never another id.
+    """Cast ids to int32; one that does not fit becomes `outside`, never another id.
 
     Args:
         ids: integers of any width; a NumPy array is narrowed before JAX sees it, since
             JAX without x64 truncates int64 silently.
         name: what they are, for the message.
+        outside: what stands for an id that does not fit.
 
     Returns:
         int32, of the same shape.
@@ -39,5 +43,6 @@ def narrow_ids(
         fits = ids <= limits.max
         if own.min < limits.min:
             fits &= ids >= limits.min
-        ids = xp.where(fits, ids, 0).astype(np.int32) - (~fits).astype(np.int32)
+        # Two steps: an unsigned dtype has no -1.
+        ids = xp.where(fits, xp.where(fits, ids, 0).astype(np.int32), np.int32(outside))
     return jnp.asarray(ids, jnp.int32)
