@@ -1,6 +1,7 @@
 """The host's side of a prefetch: which rows, gathered by which threads, into what."""
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -15,6 +16,8 @@ from .host_hash import HostHash, narrow
 from .hot_rows import FetchCounters, HotRowCache, LayerFetch, RowBudget
 from .stack import EngramBatch, EngramStack
 from .staging import StagingBuffer, host_sharding
+
+_log = logging.getLogger(__name__)
 
 _ROWS_PER_TASK = 512
 _SHAPES_KEPT = 8
@@ -177,7 +180,6 @@ class RowFetcher:
             for name, array in layer.shapes(index, self.pieces).items()
         }
         buffer = self._free.take(shapes)
-        buffer.wait_for_readers()
         self._fill(progress, buffer, layers)
         admissions = {}
         for index, layer in layers.items():
@@ -268,12 +270,26 @@ class _FreeBuffers:
             self._buffers[key] = free  # now the shape used last
             while len(self._buffers) > _SHAPES_KEPT:
                 del self._buffers[next(iter(self._buffers))]
-        return StagingBuffer(shapes) if buffer is None else buffer
+        try:
+            if buffer is not None:
+                buffer.wait_for_readers()
+        except jax.errors.JaxRuntimeError as error:
+            # Its memory is lost, and freed when nothing reads it any more.
+            _log.warning("A staging buffer could not be used again: %s", error)
+            buffer = None
+        if buffer is None:
+            buffer = StagingBuffer(shapes)
+            buffer.wait_for_readers()
+        return buffer
 
     def put(self, buffer: StagingBuffer) -> None:
         if any(array.is_deleted() for array in buffer.arrays.values()):
             return  # a step took them as donated: they are its own
-        buffer.retire()
+        try:
+            buffer.retire()
+        except jax.errors.JaxRuntimeError as error:
+            _log.warning("A staging buffer could not be used again: %s", error)
+            return
         with self._lock:
             self._buffers.setdefault(_key(buffer.arrays), []).append(buffer)
 

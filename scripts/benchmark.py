@@ -3,6 +3,7 @@
     python scripts/benchmark.py --device cpu
     python scripts/benchmark.py --device cpu --suites hash import
     python scripts/benchmark.py --device gpu --peers peers.json
+    python scripts/benchmark.py --device host            tables in host memory
     python scripts/benchmark.py --device cpu --markdown      the last results as a table
 
 Results go to scripts/benchmark_results/<device>.jsonl, one line of JSON each, with
@@ -18,7 +19,11 @@ import json
 import sys
 from pathlib import Path
 
-DEVICES = {"cpu": "benchmark_cpu", "gpu": "benchmark_gpu"}
+DEVICES = {
+    "cpu": "benchmark_cpu",
+    "gpu": "benchmark_gpu",
+    "host": "benchmark_host_tables",
+}
 """The module of each device: it has `SUITES`, functions that yield results, by name."""
 
 

@@ -1,0 +1,290 @@
+"""Tables in host memory, for `scripts/benchmark.py --device host`.
+
+Random rows of a table of 17 GB (64 million rows of 264 bytes): read by the GPU itself
+from pinned memory, gathered by host threads and copied, and fetched behind a step. The
+rows are checked against the function that made them. Times are by the wall clock,
+medians over ids that are new each time. Without a GPU the table is small, and nothing
+is required.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_record import Result
+
+import engram_jax
+from engram_jax import EngramPrefetch
+from engram_jax.host_storage import PinnedHostTable, pinned_host_sharding, take_rows
+from engram_jax.staging import host_view
+
+DIM, COLUMNS = 256, 24
+ROW_BYTES = DIM + DIM // 32
+GPU_ROWS, CPU_ROWS = 64_000_000, 100_000
+ROUNDS = 15
+
+
+def table_bytes(rows: Any, xp: Any = np) -> tuple[Any, Any]:
+    """Gives values and scales as a function of the row's number."""
+    number = xp.asarray(rows).astype(xp.uint32)[:, None]
+    x = number * xp.uint32(2654435761) + xp.arange(DIM, dtype=xp.uint32) * xp.uint32(
+        40503
+    )
+    x = (x ^ (x >> 15)) * xp.uint32(2246822519)
+    groups = xp.arange(DIM // 32, dtype=xp.uint32)
+    scales = 118 + (number * xp.uint32(7) + groups) % 12
+    # Codes 0 to 126, so that no value is NaN.
+    return ((x >> 13) % 127).astype(xp.uint8), scales.astype(xp.uint8)
+
+
+class RecordTable:
+    """Rows with values and scales side by side, in huge pages where there are any."""
+
+    def __init__(self, pinned: PinnedHostTable):
+        self.num_rows, self.head_dim = pinned.num_rows, pinned.head_dim
+        self._memory = mmap.mmap(-1, self.num_rows * ROW_BYTES)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.rows = np.frombuffer(self._memory, np.uint8).reshape(-1, ROW_BYTES)
+        values = host_view(pinned.weight[...]).view(np.uint8)
+        scales = host_view(pinned.scale[...])
+
+        def fill(start):
+            part = slice(start, start + (1 << 17))
+            self.rows[part, :DIM] = values[part]
+            self.rows[part, DIM:] = scales[part]
+
+        with futures.ThreadPoolExecutor() as pool:
+            list(pool.map(fill, range(0, self.num_rows, 1 << 17)))
+
+    def read_into(self, ids, out):
+        """Reads rows on the host."""
+        take_rows([self.rows], ids, out)
+
+    def lookup_packed(self, ids):
+        """Not used here: rows come through `EngramPrefetch`."""
+        raise NotImplementedError
+
+    def stored_rows(self, part, start, stop):
+        """Gives the bytes of consecutive rows."""
+        rows = self.rows[start:stop]
+        return rows[:, :DIM] if part == "weight" else rows[:, DIM:]
+
+
+def make_pinned(rows: int) -> PinnedHostTable:
+    """Makes a table in pinned memory; a GPU makes the bytes."""
+    host = pinned_host_sharding()
+    make = jax.jit(lambda: table_bytes(jnp.arange(rows), jnp))
+    # In pieces, since the device's program needs more than the result.
+    weight, scale = make() if rows <= CPU_ROWS else _make_in_pieces(rows)
+    return PinnedHostTable(weight, scale, host)
+
+
+def _make_in_pieces(rows: int) -> tuple[jax.Array, jax.Array]:
+    step = 2_000_000
+    weight = jnp.zeros((rows, DIM), jnp.uint8)
+    scale = jnp.zeros((rows, DIM // 32), jnp.uint8)
+
+    def put(weight, scale, start):
+        new = table_bytes(start + jnp.arange(step), jnp)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+            for whole, part in zip((weight, scale), new, strict=True)
+        )
+
+    put = jax.jit(put, donate_argnums=(0, 1))
+    for start in range(0, rows, step):
+        weight, scale = put(weight, scale, start)
+    return weight, scale
+
+
+def make_stack(storage: Any) -> engram_jax.EngramStack:
+    """Makes a stack of one layer over a table; only its rows are used."""
+    config = engram_jax.EngramConfig(
+        layer_ids=(1,),
+        num_embeddings=(storage.num_rows,),
+        max_ngram_size=4,
+        vocab_base=storage.num_rows // (COLUMNS + 2),
+        n_heads=8,
+        head_dim=DIM,
+        pad_token_id=0,
+        hidden_size=64,
+        hc_mult=1,
+        rms_norm_eps=1e-6,
+        vocab_size=1000,
+        compressed_vocab_size=1000,
+    )
+    layout = engram_jax.EngramLayout.from_config(config)
+    layer = engram_jax.Engram(
+        engram_jax.ParallelEngramEmbedding.from_storage(storage),
+        jnp.zeros((128, COLUMNS * DIM), jnp.float8_e4m3fn),
+        jnp.full((4, COLUMNS * DIM // 32), 127, jnp.uint8),
+        jnp.ones((1, 64), jnp.bfloat16),
+        jnp.ones((1, 64), jnp.bfloat16),
+        eps=1e-6,
+    )
+    state = engram_jax.NgramHashState(layout, np.arange(1000, dtype=np.int32))
+    return engram_jax.EngramStack(config, state, {1: layer})
+
+
+def random_hashes(tokens: int, rows: int, seed: int) -> np.ndarray:
+    """Makes ids [T, 1, C] that no cache has seen."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, rows, (tokens, 1, COLUMNS)).astype(np.int32)
+
+
+def check_rows(rows: Any, hashes: np.ndarray) -> None:
+    """Compares rows, bit for bit, with what made the table."""
+    wanted = np.concatenate(table_bytes(hashes.reshape(-1)), axis=1)
+    if not np.array_equal(np.asarray(rows).reshape(wanted.shape), wanted):
+        raise AssertionError("rows are not those of the table")
+
+
+def times_ms(call: Callable[[np.ndarray], Any], tokens: int, rows: int) -> list[float]:
+    """Times a lookup of ids that are new each time, after checking one."""
+    check_rows(call(random_hashes(tokens, rows, 0)), random_hashes(tokens, rows, 0))
+    times = []
+    for seed in range(1, ROUNDS + 1):
+        hashes = random_hashes(tokens, rows, seed)
+        begin = time.perf_counter()
+        jax.block_until_ready(call(hashes))
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+@jax.jit
+def packed_rows(batch):
+    """Brings a batch's rows to the device."""
+    return batch.rows[0].packed()
+
+
+def exposed(stack: Any, **options: Any) -> tuple[Callable, EngramPrefetch]:
+    """Gives a lookup through a prefetch that nothing hides."""
+    prefetch = EngramPrefetch(stack, **options)
+    direct = jax.jit(stack.layers[1].embedding.lookup_packed)
+
+    def call(hashes):
+        batch = prefetch.start(hashes).result()
+        if batch.rows is None:  # few tokens: the GPU reads the table itself
+            return direct(batch.hash_ids[:, 0])
+        return packed_rows(batch)
+
+    return call, prefetch
+
+
+def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
+    """Compares a step with rows fetched behind it with the same step without."""
+    on_gpu = jax.default_backend() == "gpu"
+    side, repeats = (8192, 4) if on_gpu else (512, 2)
+    weight = jnp.full((side, side), 1e-4, jnp.bfloat16)
+
+    def work(x):
+        for _ in range(repeats):
+            x = jnp.tanh(x @ weight)
+        return x
+
+    plain = jax.jit(work)
+
+    @jax.jit
+    def with_rows(x, batch):
+        kept = batch.rows[0].packed().reshape(-1)[:: 1 << 12].sum(dtype=jnp.uint32)
+        x = work(x)
+        return x + kept.astype(x.dtype) * 0, kept
+
+    steps = 40
+    hashes = [random_hashes(tokens, rows, seed) for seed in range(steps + 1)]
+
+    def run_plain():
+        x = weight
+        for _ in range(steps):
+            x = plain(x)
+        jax.block_until_ready(x)
+
+    def run_with_rows():
+        x = weight
+        sums = []
+        with EngramPrefetch(stack, direct_tokens=0) as prefetch:
+            pending = prefetch.start(hashes[0])
+            for following in hashes[1:]:
+                batch = pending.result()
+                pending = prefetch.start(following)
+                x, kept = with_rows(x, batch)
+                sums.append(kept)
+            jax.block_until_ready(x)
+        return sums
+
+    sums = run_with_rows()
+    run_plain()
+    for ids, kept in zip(hashes, sums, strict=False):
+        wanted = np.concatenate(table_bytes(ids.reshape(-1)), 1).reshape(-1)[:: 1 << 12]
+        if int(kept) != int(wanted.sum(dtype=np.uint32)):
+            raise AssertionError("a step got the rows of another batch")
+    times: dict[str, list[float]] = {"plain": [], "rows": []}
+    for _ in range(5):
+        for name, run in (("plain", run_plain), ("rows", run_with_rows)):
+            begin = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - begin) / steps)
+    without, with_them = (statistics.median(times[name]) for name in times)
+    yield Result(
+        "host_tables",
+        f"step with rows of {tokens} tokens fetched behind it, over one without",
+        with_them / without,
+        "x",
+        tuple(times["rows"]),
+        at_most=1.02 if on_gpu else None,
+        detail={"step_ms": without, "with_rows_ms": with_them},
+    )
+
+
+def host_tables() -> Iterator[Result]:
+    """Measures everything."""
+    on_gpu = jax.default_backend() == "gpu"
+    rows = GPU_ROWS if on_gpu else CPU_ROWS
+    pinned = make_pinned(rows)
+    stacks = {"split": make_stack(pinned), "records": make_stack(RecordTable(pinned))}
+    direct = jax.jit(pinned.lookup_packed)
+    medians: dict[Any, float] = {}
+
+    def result(name, tokens, times, limit=None):
+        medians[name, tokens] = statistics.median(times)
+        text = f"{name}, T = {tokens}"
+        yield Result("host_tables", text, medians[name, tokens], "ms", tuple(times))
+        if limit is not None:
+            over = medians[name, tokens] / medians["direct", tokens]
+            required = limit if on_gpu else None
+            yield Result(
+                "host_tables", f"{text}, over direct", over, "x", at_most=required
+            )
+
+    for tokens, limit in ((1, 1.0), (16, 1.0), (4096, 0.65)):
+        flat = times_ms(lambda ids: direct(jnp.asarray(ids[:, 0])), tokens, rows)
+        yield from result("direct", tokens, flat)
+        for form, stack in stacks.items():
+            for pieces in (0, 2, 3) if tokens == 4096 else (0,):
+                for threads in (8, 12) if on_gpu and tokens == 4096 else (None,):
+                    name = f"exposed {form}, {pieces} early copies, {threads} threads"
+                    call, prefetch = exposed(
+                        stack, early_copies=pieces, threads=threads, direct_tokens=0
+                    )
+                    with prefetch:
+                        times = times_ms(call, tokens, rows)
+                    yield from result(name, tokens, times)
+        call, prefetch = exposed(
+            stacks["records" if tokens == 4096 else "split"],
+            early_copies=2 if tokens == 4096 else 0,
+        )
+        with prefetch:
+            yield from result("as chosen", tokens, times_ms(call, tokens, rows), limit)
+    for tokens in (16, 4096):
+        yield from measure_step(stacks["records"], rows, tokens)
+
+
+SUITES = {"host_tables": host_tables}
