@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if item not in set(marked)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fresh_caches() -> Iterator[None]:
+    """Frees compiled programs: all tests' together would take 10 GB."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def fresh_trace_counts() -> None:
     """Lets `chex.assert_max_traces` count anew: it knows functions by their address."""
