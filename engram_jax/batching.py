@@ -21,6 +21,7 @@ _FILL = {
     "block_table": -1,
 }
 _PER_TOKEN = ("input_ids", "positions", "dead_mask", "slot_mapping")
+_TOKEN_IDS = ("input_ids", "lookback_token_ids")
 _MASKS = ("dead_mask", "lookback_dead_mask")
 
 
@@ -133,8 +134,9 @@ def _narrow(name: str, values: Any) -> np.ndarray:
     limits = np.iinfo(np.int32)
     wrong = (array < limits.min) | (array > limits.max)
     if wrong.any():
+        what = "token ids" if name in _TOKEN_IDS else "its values"
         raise ValueError(
-            f"{name} holds {array[wrong][0]}, which does not fit int32; a narrower "
-            "copy would name another token or place"
+            f"{name} holds {array[wrong][0]}; {what} must be within int32, "
+            f"{limits.min}..{limits.max}: cut off, it would name another token or place"
         )
     return array.astype(np.int32)

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32, UInt8
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int32, Integer, UInt8
 
 from . import kernels, mxfp8
 from .constant import Constant
@@ -119,7 +119,7 @@ class ParallelEngramEmbedding(nnx.Module):
         )
 
     def __call__(
-        self, ids: Int[Array, "..."]
+        self, ids: Integer[Array, "..."]
     ) -> BFloat16[Array, "... D"] | Float[Array, "... D"]:
         """Read rows, dequantised.
 
@@ -151,7 +151,7 @@ class ParallelEngramEmbedding(nnx.Module):
             backend=self.backend,
         )
 
-    def lookup_packed(self, ids: Int[Array, "..."]) -> UInt8[Array, "... P"]:
+    def lookup_packed(self, ids: Integer[Array, "..."]) -> UInt8[Array, "... P"]:
         """Read rows as they are stored: D value bytes, then D/32 scale bytes.
 
         Args:

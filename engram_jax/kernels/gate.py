@@ -1,7 +1,9 @@
 """The gate: how much of a token's value enters each residual stream."""
 
 import functools
+import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax, nn
 from jaxtyping import Array, BFloat16, Bool, Float
@@ -10,6 +12,21 @@ from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 
 # Over fewer elements XLA's CPU compiler sums in another order.
 _MIN_ELEMENTS = 4096
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse_rms(x, eps):
+    return lax.rsqrt(jnp.square(x).mean(axis=-1) + jnp.float32(eps))
+
+
+@_inverse_rms.defjvp
+def _inverse_rms_jvp(eps, primals, tangents):
+    # The slope of rsqrt alone, r^3 / 2, is infinite in float32 for a stream of zeros
+    # and eps below 1e-25; times the stream it is not.
+    (x,), (dx,) = primals, tangents
+    inverse = _inverse_rms(x, eps)
+    unit = x * inverse[..., None]
+    return inverse, -(unit * (dx * inverse[..., None])).mean(axis=-1) * inverse
 
 
 def gate_values(
@@ -32,8 +49,8 @@ def gate_values(
         kv: the projection [T, (M+1)*E]; only the M keys are read.
         q_weight: [M, E].
         k_weight: [M, E].
-        eps: added to the mean squares, `rms_norm_eps`.
-        clamp: the least |dot| whose root is taken.
+        eps: added to the mean squares, `rms_norm_eps`; above 0.
+        clamp: the least |dot| whose root is taken; above 0.
 
     Returns:
         float32 [T, M], in (0, 1).
@@ -56,11 +73,9 @@ def gate_values(
     keys = keys.reshape(-1, streams, width).astype(f32)
     weights = q_weight.astype(f32) * k_weight.astype(f32)
 
-    def inverse_rms(x):
-        return lax.rsqrt(jnp.square(x).mean(axis=-1) + f32(eps))
-
     dot = (hidden * keys * weights).sum(axis=-1)
-    dot = dot * (inverse_rms(hidden) * inverse_rms(keys)) * f32(width**-0.5)
+    dot = dot * (_inverse_rms(hidden, eps) * _inverse_rms(keys, eps))
+    dot = dot * f32(width**-0.5)
     root = jnp.sqrt(jnp.maximum(jnp.abs(dot), f32(clamp)))
     return nn.sigmoid(jnp.where(dot < 0, -root, root))[:tokens]
 
@@ -82,9 +97,17 @@ def _gate_xla(hidden, kv, q_weight, k_weight, token_mask, *, eps, clamp):
     return jnp.where(token_mask[:, None, None], added, hidden)
 
 
-def _check(hidden, kv, q_weight, k_weight, token_mask) -> None:
-    if hidden.ndim != 3:
-        raise ValueError(f"hidden has shape {hidden.shape}; it must be [T, M, E]")
+def _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp) -> None:
+    if hidden.ndim != 3 or not hidden.shape[2]:
+        raise ValueError(
+            f"hidden has shape {hidden.shape}; it must be [T, M, E], E at least 1"
+        )
+    for name, number in (("eps", eps), ("clamp", clamp)):
+        if not (math.isfinite(number) and number > 0):
+            raise ValueError(
+                f"{name} is {number}; it must be a number above 0, or a stream of "
+                "zeros would have no finite gate or gradient"
+            )
     for name, array in (
         ("hidden", hidden),
         ("kv", kv),
@@ -144,8 +167,8 @@ def gate(
         k_weight: [M, E].
         token_mask: bool [T]; False shuts the gate: the token's streams come out as
             they are, bit for bit, whatever `kv` holds. None opens it for all.
-        eps: added to the mean squares, `rms_norm_eps`.
-        clamp: the least |dot| whose root is taken.
+        eps: added to the mean squares, `rms_norm_eps`; above 0.
+        clamp: the least |dot| whose root is taken; above 0.
         backend: None, "pallas", "xla" or "pallas_interpret".
 
     Returns:
@@ -153,7 +176,7 @@ def gate(
 
     Raises:
         TypeError: a dtype is none of the above.
-        ValueError: shapes do not fit each other.
+        ValueError: shapes do not fit each other, or `eps` or `clamp` is not above 0.
         NotImplementedError: an explicit backend cannot run here.
 
     Example:
@@ -167,7 +190,7 @@ def gate(
     References:
         Conditional Memory via Scalable Lookup, arXiv 2601.07372.
     """
-    _check(hidden, kv, q_weight, k_weight, token_mask)
+    _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
     operands = (hidden, kv, q_weight, k_weight, token_mask)
     static = {"eps": float(eps), "clamp": float(clamp)}
 

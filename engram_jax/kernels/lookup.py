@@ -4,13 +4,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, UInt8
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Integer, UInt8
 
 from engram_jax import mxfp8
 
 from .dispatch import Backend, resolve_backend
 from .ids import narrow_ids
+
+RowBound = int | np.integer | Integer[Array, ""]
 
 _FLOAT_TABLES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -42,8 +45,22 @@ def _check(weight, scale) -> None:
         )
 
 
+def _row_bound(bound):
+    """A bound as int32: one beyond is the nearest, since no id lies between."""
+    limits = jnp.iinfo(jnp.int32)
+    if isinstance(bound, int | np.integer | np.ndarray):
+        # Before JAX sees it: without x64, JAX would cut 2^32 off to 0.
+        return jnp.asarray(np.clip(bound, limits.min, limits.max), jnp.int32)
+    bound = jnp.asarray(bound)
+    if not jnp.issubdtype(bound.dtype, jnp.integer):
+        raise TypeError(f"row_start or row_end has dtype {bound.dtype}; both are ids")
+    if jnp.iinfo(bound.dtype).max > limits.max:
+        bound = jnp.clip(bound, max(limits.min, jnp.iinfo(bound.dtype).min), limits.max)
+    return bound.astype(jnp.int32)
+
+
 def _window(weight, row_start, row_end):
-    row_start = jnp.asarray(row_start, jnp.int32)
+    row_start = _row_bound(row_start)
     # A window never reaches past the rows that exist, nor past int32: the padding rows
     # of a last shard may, and no id names them.
     last = jnp.iinfo(jnp.int32).max
@@ -51,7 +68,7 @@ def _window(weight, row_start, row_end):
     end = jnp.minimum(row_start, last - rows) + rows
     if row_end is None:
         return row_start, end
-    return row_start, jnp.minimum(jnp.asarray(row_end, jnp.int32), end)
+    return row_start, jnp.minimum(_row_bound(row_end), end)
 
 
 def _take(table, ids, row_start, row_end):
@@ -123,10 +140,10 @@ def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
 def lookup(
     weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"] | Float[Array, "R D"],
     scale: UInt8[Array, "R G"] | Array | None,
-    ids: Int[Array, "..."],
+    ids: Integer[Array, "..."],
     *,
-    row_start: int | Int[Array, ""] = 0,
-    row_end: int | Int[Array, ""] | None = None,
+    row_start: RowBound = 0,
+    row_end: RowBound | None = None,
     backend: Backend | None = None,
 ) -> BFloat16[Array, "... D"] | Float[Array, "... D"]:
     """Read rows of a table by id, dequantised.
@@ -169,10 +186,10 @@ def lookup(
 def lookup_packed(
     weight: Float8e4m3fn[Array, "R D"] | UInt8[Array, "R D"],
     scale: UInt8[Array, "R G"] | Array,
-    ids: Int[Array, "..."],
+    ids: Integer[Array, "..."],
     *,
-    row_start: int | Int[Array, ""] = 0,
-    row_end: int | Int[Array, ""] | None = None,
+    row_start: RowBound = 0,
+    row_end: RowBound | None = None,
     backend: Backend | None = None,
 ) -> UInt8[Array, "... P"]:
     """Read rows of a table by id as they are stored: D value bytes, D/32 scale bytes.

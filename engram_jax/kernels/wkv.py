@@ -15,6 +15,8 @@ from engram_jax import mxfp8
 from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 
 _MIN_ROWS = 16
+_ROUNDED = (jnp.float16, jnp.float32)
+"""Dtypes of a float table's rows that are rounded to bfloat16."""
 
 
 @jax.tree_util.register_dataclass
@@ -190,8 +192,15 @@ def _check_weight(weight, scale) -> None:
         )
 
 
-def _check(rows, weight, scale) -> None:
+def _check(rows, weight, scale, expanded) -> None:
     _check_weight(weight, scale)
+    if expanded is not None and (
+        expanded.shape != weight.shape or expanded.dtype != jnp.bfloat16
+    ):
+        raise ValueError(
+            f"expanded has shape {expanded.shape} and dtype {expanded.dtype}; it must "
+            f"be dequantize_weight(weight, scale), bfloat16 {weight.shape}"
+        )
     if isinstance(rows, OrderedRows):
         rows = rows.values
     if rows.dtype == jnp.uint8:
@@ -201,7 +210,7 @@ def _check(rows, weight, scale) -> None:
                 f"packed rows have shape {rows.shape}; they must be [T, C, D + D/32]"
             )
         width = rows.shape[1] * (rows.shape[2] // packed_width) * mxfp8.BLOCK
-    elif rows.dtype in (jnp.bfloat16, jnp.float32):
+    elif rows.dtype in (jnp.bfloat16, *_ROUNDED):
         if rows.ndim not in (2, 3):
             raise ValueError(
                 f"rows have shape {rows.shape}; they must be [T, C*D] or [T, C, D]"
@@ -209,8 +218,8 @@ def _check(rows, weight, scale) -> None:
         width = rows.shape[1] * (rows.shape[2] if rows.ndim == 3 else 1)
     else:
         raise TypeError(
-            f"rows have dtype {rows.dtype}; they must be bfloat16, float32, or packed "
-            "uint8"
+            f"rows have dtype {rows.dtype}; they must be bfloat16, float16, float32, "
+            "or packed uint8"
         )
     if width != weight.shape[1]:
         raise ValueError(
@@ -242,14 +251,14 @@ def wkv(
     becomes faster. That product multiplies `expanded`, or else a copy of the weight
     that each call makes.
 
-    Gradient: with respect to `rows` in bfloat16 or float32. An FP8 weight and packed
-    rows are constants. Without scales the weight is a float array, cast to bfloat16 for
-    the product, and is differentiated too.
+    Gradient: with respect to float `rows`. An FP8 weight and packed rows are constants.
+    Without scales the weight is a float array, cast to bfloat16 for the product, and is
+    differentiated too.
 
     Args:
-        rows: bfloat16 (or float32, rounded to bfloat16) [T, C*D] or [T, C, D], or
-            packed uint8 [T, C, D + D/32] as `lookup_packed` gives them, or
-            `OrderedRows`.
+        rows: bfloat16 (or float16 or float32, rounded to bfloat16) [T, C*D] or
+            [T, C, D], or packed uint8 [T, C, D + D/32] as `lookup_packed` gives them,
+            or `OrderedRows`.
         weight: float8_e4m3fn [N, C*D] or its bytes; or bfloat16 or float32 with
             `scale=None`.
         scale: E8M0 bytes [ceil(N/32), C*D/32], one per 32x32 block, or None.
@@ -270,10 +279,10 @@ def wkv(
         >>> wkv(jnp.ones((3, 2, 32), jnp.bfloat16), weight, scale)[0, 0]
         Array(64, dtype=bfloat16)
     """
-    _check(rows, weight, scale)
+    _check(rows, weight, scale, expanded)
     values: Any = rows.values if isinstance(rows, OrderedRows) else rows
     tokens = rows.tokens if isinstance(rows, OrderedRows) else values.shape[0]
-    if values.dtype == jnp.float32:
+    if values.dtype in _ROUNDED:
         rows = values = values.astype(jnp.bfloat16)
 
     def unsupported_reason(interpret):
