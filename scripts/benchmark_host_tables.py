@@ -10,10 +10,13 @@ is required.
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +26,13 @@ from benchmark_record import Result
 
 import engram_jax
 from engram_jax import EngramPrefetch
-from engram_jax.host_storage import PinnedHostTable, pinned_host_sharding, take_rows
+from engram_jax.host_storage import (
+    MappedFileTable,
+    PinnedHostTable,
+    pinned_host_sharding,
+    take_rows,
+)
+from engram_jax.safetensors_file import SafetensorsWriter, read_header
 from engram_jax.staging import host_view
 
 DIM, COLUMNS = 256, 24
@@ -287,4 +296,43 @@ def host_tables() -> Iterator[Result]:
         yield from measure_step(stacks["records"], rows, tokens)
 
 
-SUITES = {"host_tables": host_tables}
+def mapped_file() -> Iterator[Result]:
+    """Reads the rows of 64 tokens from a file that is in no cache, then again."""
+    rows, tokens = 4_000_000, 64
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
+        path = Path(folder) / "table.safetensors"
+        tensors = {
+            "weight": ("F8_E4M3", (rows, DIM)),
+            "scale": ("F8_E8M0", (rows, DIM // 32)),
+        }
+        with SafetensorsWriter(path, tensors) as writer:
+            for start in range(0, rows, 100_000):
+                values, scales = table_bytes(np.arange(start, start + 100_000))
+                writer.write("weight", values, start)
+                writer.write("scale", scales, start)
+        times: dict[str, list[float]] = {"cold": [], "warm": []}
+        for seed in range(5):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            infos = read_header(path)
+            table = MappedFileTable(infos["weight"], infos["scale"])
+            hashes = random_hashes(tokens, rows, seed)
+            for taken in times.values():
+                begin = time.perf_counter()
+                found = table.gather(hashes)
+                taken.append(1e3 * (time.perf_counter() - begin))
+                check_rows(found, hashes)
+            del table
+    for name, limit in (("cold", 200), ("warm", 10)):
+        yield Result(
+            "mapped_file",
+            f"{tokens * COLUMNS} rows from a mapped file of 1 GB, {name}",
+            statistics.median(times[name]),
+            "ms",
+            tuple(times[name]),
+            at_most=limit,
+        )
+
+
+SUITES = {"host_tables": host_tables, "mapped_file": mapped_file}

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import mesh_cases
 import ml_dtypes
 import numpy as np
 import pytest
 from golden_checkpoint import TINY, golden_batch
 
-from engram_jax import host_memory, load_engram, shared_table
+from engram_jax import EngramPrefetch, host_memory, load_engram, shared_table
 from engram_jax.embedding import RowStorage
 from engram_jax.host_memory import HostMemoryOptions
 from engram_jax.safetensors_file import SafetensorsWriter, read_header
@@ -145,6 +146,26 @@ def test_load_engram_gives_the_golden_rows(folder, v41_token_map):
         assert isinstance(layer.embedding.storage, SharedHostTable)
         layer.embedding.storage.close()
     assert not list(folder.iterdir())
+
+
+def test_load_engram_on_a_mesh(folder, v41_token_map):
+    mesh = mesh_cases.mesh(2, 2)
+    shared = load_engram(
+        TINY, tokenizer=v41_token_map, placement="shared_host", mesh=mesh
+    )
+    ids = jnp.arange(13)
+    batch = shared.batch(ids, ids, jnp.array([0, 13]))
+    expected = load_engram(TINY, tokenizer=v41_token_map, mesh=mesh).batch(
+        ids, ids, jnp.array([0, 13])
+    )
+    np.testing.assert_array_equal(batch.rows, expected.rows)
+    with EngramPrefetch(shared, threads=1) as prefetch:
+        tokens = {"input_ids": np.arange(13), "positions": np.arange(13)}
+        fetched = prefetch.start(**tokens, query_start_loc=[0, 13]).result()
+        for index in range(2):
+            np.testing.assert_array_equal(
+                fetched.rows[index].packed(), expected.rows[:, index]
+            )
 
 
 # --- One copy -------------------------------------------------------------------------
