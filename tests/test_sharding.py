@@ -319,40 +319,42 @@ TRAINED = [
 ]
 
 
+def stack_gradients(stack, hidden) -> list[np.ndarray]:
+    """Differentiates by every parameter and by the hidden states."""
+    for layer in stack.layers.values():
+        layer.dequantize_projection(jnp.float32)
+    graph, params, rest = nnx.split(stack, nnx.Param, ...)
+
+    def loss(params, hidden):
+        merged = nnx.merge(graph, params, rest)
+        batch = merged.batch(**BATCH)
+        hidden = merged(3, merged(1, hidden, batch), batch)
+        return jnp.square(hidden).mean()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, hidden)
+    # Without the rows that pad a projection's shards.
+    return [np.asarray(x)[: 3 * 48] for x in jax.tree.leaves(gradients)]
+
+
+@pytest.fixture(scope="module")
+def one_device_gradients() -> list[np.ndarray]:
+    hidden = random_hidden(TOKENS, dtype=jnp.float32)
+    return stack_gradients(nnx.clone(stack24()), hidden)
+
+
 @pytest.mark.parametrize(
     ("shape", "choices"),
     TRAINED,
     ids=["-".join(map(str, (*s, *c.values()))) for s, c in TRAINED],
 )
-def test_gradients_of_a_stack_are_one_device_s(shape, choices):
+def test_gradients_of_a_stack_are_one_device_s(one_device_gradients, shape, choices):
     """PITFALLS 32. Packed rows are constants; weights and streams are not."""
-
-    def gradients(stack, hidden):
-        for layer in stack.layers.values():
-            layer.dequantize_projection(jnp.float32)
-        graph, params, rest = nnx.split(stack, nnx.Param, ...)
-
-        def loss(params, hidden):
-            merged = nnx.merge(graph, params, rest)
-            batch = merged.batch(**BATCH)
-            hidden = merged(3, merged(1, hidden, batch), batch)
-            return jnp.square(hidden).mean()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, hidden)
-
     hidden = random_hidden(TOKENS, dtype=jnp.float32)
-    one = stack24()
-    sharding = EngramSharding.on(mesh(*shape), one.layout, **choices)
-    wanted = gradients(nnx.clone(one), hidden)
-    got = gradients(one.shard(sharding), hidden)
-
-    def trimmed(tree, width=3 * 48):
-        return [np.asarray(x)[:width] for x in jax.tree.leaves(tree)]
-
-    for mine, whole in zip(trimmed(got), trimmed(wanted), strict=True):
-        bound = 2.0**-7 * np.abs(whole).max()
-        np.testing.assert_allclose(mine, whole, atol=bound)
+    sharding = EngramSharding.on(mesh(*shape), stack24().layout, **choices)
+    got = stack_gradients(stack24().shard(sharding), hidden)
+    for mine, whole in zip(got, one_device_gradients, strict=True):
         assert np.abs(whole).max() > 0
+        np.testing.assert_allclose(mine, whole, atol=2.0**-7 * np.abs(whole).max())
 
 
 def test_projection_and_gate_train_on_a_mesh_while_the_table_stays():
