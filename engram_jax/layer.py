@@ -134,6 +134,10 @@ class Engram(nnx.Module):
             Conditional Memory via Scalable Lookup, arXiv 2601.07372.
         """
         self._check_ids(hidden_states, hash_ids)
+        if self.wkv_scale is None and token_mask is not None:
+            # The gradient of a weight sums over tokens: a NaN in a row that a shut
+            # token reads would spread to it, as zero times NaN.
+            hash_ids = jnp.where(token_mask[:, None], hash_ids, -1)
         return self.gate(hidden_states, self.project(self.rows(hash_ids)), token_mask)
 
     def rows(

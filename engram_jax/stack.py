@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -55,6 +56,10 @@ class EngramStack(nnx.Module):
         ...
         hidden = stack(layer_id, hidden, batch)
 
+    Under `nnx.jit` pass `graph=False`, or use `jax.jit` with `nnx.split` and
+    `nnx.merge`: by default `nnx.jit` returns every variable of a module, so that each
+    call copies the tables.
+
     Attributes:
         config: the model's sizes.
         layout: primes, offsets and multipliers.
@@ -76,13 +81,15 @@ class EngramStack(nnx.Module):
             layers: one `Engram` for each of `config.layer_ids`.
 
         Raises:
-            ValueError: a layer is missing, or one too many.
+            ValueError: a layer is missing, or one too many; or config, layout and
+                layers do not fit each other.
         """
         if tuple(layers) != config.layer_ids:
             raise ValueError(
                 f"layers has {list(layers)}; the config's Engram layers are "
                 f"{list(config.layer_ids)}, in this order"
             )
+        _check_parts(config, hash_state.layout, layers)
         self.config = config
         self.hash_state = hash_state
         self._layers = nnx.List(layers.values())
@@ -228,7 +235,11 @@ class EngramStack(nnx.Module):
 
     def _fetch(self, sharding, hashes, mask, slot_cache=None) -> Any:
         tables = [layer.embedding for layer in self._layers]
-        batch = EngramBatch(hashes, mask, fetch_rows(sharding, tables, hashes))
+        wanted = hashes
+        if any(layer.wkv_scale is None for layer in self._layers):
+            # As in `Engram.__call__`: no gradient from rows that nobody uses.
+            wanted = jnp.where(mask[:, None, None], hashes, -1)
+        batch = EngramBatch(hashes, mask, fetch_rows(sharding, tables, wanted))
         return batch if slot_cache is None else (batch, slot_cache)
 
     def init_slot_cache(
@@ -355,4 +366,35 @@ class EngramStack(nnx.Module):
         if layer_id not in self.config.layer_ids:
             raise KeyError(
                 f"layer {layer_id} has no Engram; layers {self.config.layer_ids} do"
+            )
+
+
+def _check_parts(config, layout, layers) -> None:
+    """Refuse parts that would read other rows than the model's, or zeros."""
+    for name in ("layer_ids", "max_ngram_size", "n_heads", "pad_token_id"):
+        if getattr(layout, name) != getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(layout, name)} in the layout of hash_state and "
+                f"{getattr(config, name)} in the config; make both from one config"
+            )
+    for layer_id, needed in zip(config.layer_ids, layout.num_rows, strict=True):
+        layer = layers[layer_id]
+        found = (layer.n_hash_cols, layer.embedding.head_dim, *layer.q_weight.shape)
+        wanted = (
+            config.n_hash_cols,
+            config.head_dim,
+            config.hc_mult,
+            config.hidden_size,
+        )
+        if found != wanted:
+            raise ValueError(
+                f"layer {layer_id} has (columns, row width, streams, stream width) = "
+                f"{found}; the config has {wanted}"
+            )
+        # On a mesh a table's shards were made from the layout.
+        rows = layer.embedding.num_rows
+        if layer.sharding is None and rows < needed:
+            raise ValueError(
+                f"the table of layer {layer_id} has {rows} rows; its hashes address "
+                f"{needed}, and those beyond would read as zeros"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_stack import CONFIG, make_stack, random_hidden, random_ids
+from small_stack import CONFIG, make_stack, random_hidden, random_ids, token_map
 from tolerances import assert_within
 
 import engram_jax
-from engram_jax import EngramBatch
+from engram_jax import EngramBatch, EngramLayout, EngramStack, NgramHashState
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +278,40 @@ def test_gate_values_are_those_of_the_layer(stack):
     )
     shut = layer.gate_values(hidden, ids, jnp.zeros(6, bool))
     assert float(jnp.abs(shut).max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_ids": (2, 4)}, "layer_ids is"),
+        ({"max_ngram_size": 3}, "max_ngram_size is 3"),
+        ({"pad_token_id": 3}, "pad_token_id is 3"),
+        ({"vocab_base": 150}, "layer 1 has 900 rows; .* 990, .* zeros"),
+    ],
+)
+def test_a_layout_of_another_model_is_refused(stack, changes, message):
+    """Rows beyond a table's end would read as zeros, without an error."""
+    config = dataclasses.replace(CONFIG, num_embeddings=(2000, 2000), **changes)
+    with pytest.raises(ValueError, match=message):
+        EngramStack(
+            CONFIG,
+            NgramHashState(EngramLayout.from_config(config), token_map()),
+            stack.layers,
+        )
+
+
+def test_layers_of_another_model_are_refused(stack):
+    config = dataclasses.replace(CONFIG, hidden_size=64)
+    with pytest.raises(ValueError, match=r"layer 1 has .* \(6, 32, 2, 48\); .* 64\)"):
+        EngramStack(config, stack.hash_state, stack.layers)
+
+
+def test_nnx_jit_in_its_tree_mode_leaves_tables_where_they_are():
+    """By default each call would copy them: 203 GB of V4.1's."""
+    stack = make_stack()
+    hidden, ids = random_hidden(3), random_ids(3)
+    batch = stack.batch(ids, np.arange(3), [0, 3])
+    table = stack.layers[1].embedding.weight
+    before = table[...].unsafe_buffer_pointer()
+    nnx.jit(run_layers, graph=False)(stack, hidden, batch)
+    assert table[...].unsafe_buffer_pointer() == before

@@ -109,3 +109,23 @@ def test_a_bfloat16_projection_has_the_gradient_of_its_float32_product():
     magnitude = np.abs(cotangent).max() * 64 * 3
     assert_within("gradient_bfloat16", d_rows, cotangent @ as_float[1], magnitude)
     assert_within("gradient_bfloat16", d_weight, cotangent.T @ as_float[0], magnitude)
+
+
+def test_a_nan_row_of_a_dead_token_reaches_no_gradient():
+    """Pitfall 8: the gate selects, but a weight's gradient sums over all tokens."""
+    stack = make_stack()
+    layer = stack.layers[1]
+    layer.dequantize_projection()
+    dead = np.arange(TOKENS) == 5
+    ids, starts = random_ids(TOKENS), [0, TOKENS]
+    batch = stack.batch(ids, np.arange(TOKENS), starts, dead_mask=dead)
+    rows = np.asarray(batch.hash_ids[:, 0])
+    (only_there,) = set(rows[5].tolist()[:1]) - set(rows[~dead].ravel().tolist())
+    layer.embedding.scale[...] = layer.embedding.scale[...].at[only_there].set(255)
+
+    def loss(stack):
+        out = stack(1, random_hidden(TOKENS), batch)
+        return out.astype(jnp.float32).sum()
+
+    assert np.isfinite(float(loss(stack)))
+    chex.assert_tree_all_finite(jax.tree.leaves(nnx.grad(loss)(stack)))
