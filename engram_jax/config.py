@@ -39,7 +39,7 @@ _SMALLEST = {
     "vocab_size": 1,
     "pad_token_id": 0,
 }
-_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+_SMALLEST_NORMAL_FLOAT32, _ABOVE_FLOAT32 = 2.0**-126, 2.0**128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +311,11 @@ def _epsilon(value: Any) -> float:
         eps = float(value)
     except TypeError as error:
         raise TypeError(f"rms_norm_eps is {value!r}; it must be a number.") from error
-    if not math.isfinite(eps) or eps < _SMALLEST_NORMAL_FLOAT32:
+    except OverflowError:  # an integer beyond float64
+        eps = math.inf
+    if not _SMALLEST_NORMAL_FLOAT32 <= eps < _ABOVE_FLOAT32:
         raise ValueError(
-            f"rms_norm_eps is {eps}; it must be a number of at least 2**-126, or the "
-            "norm of an all-zero stream would be infinite in float32."
+            f"rms_norm_eps is {eps}; it must be a number from 2**-126 up that float32 "
+            "holds, or the norm of an all-zero stream would be infinite in float32."
         )
     return eps

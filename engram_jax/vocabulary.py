@@ -82,12 +82,13 @@ def build_compressed_token_map(
         loaded = _rust_tokenizer(tokenizer)
         serialised = loaded.to_str().encode("utf-8")
     cache_file = _cache_file(serialised, allow_gaps, cache_dir)
-    token_map = _read_cache(cache_file)
+    token_map = None if cache_file is None else _read_cache(cache_file)
     if token_map is None:
         if loaded is None:
             loaded = _parse_tokenizer(serialised, path)
         token_map = _compress(loaded, allow_gaps)
-        _write_cache(cache_file, token_map)
+        if cache_file is not None:
+            _write_cache(cache_file, token_map)
     return token_map, int(token_map.max()) + 1
 
 
@@ -202,12 +203,11 @@ def _normaliser() -> Any:
 
 def _cache_file(
     serialised: bytes, allow_gaps: bool, cache_dir: str | os.PathLike[str] | None
-) -> Path:
+) -> Path | None:
     if cache_dir is None:
-        cache_dir = os.environ.get(CACHE_DIR_VARIABLE) or (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            / "engram_jax"
-        )
+        cache_dir = os.environ.get(CACHE_DIR_VARIABLE) or _user_cache_dir()
+    if cache_dir is None:
+        return None
     versions = (
         _CACHE_FORMAT,
         _tokenizers_version(),
@@ -216,6 +216,21 @@ def _cache_file(
     )
     digest = hashlib.sha256("\n".join(versions).encode() + b"\n" + serialised)
     return Path(cache_dir) / f"token_map_{digest.hexdigest()}.bin"
+
+
+def _user_cache_dir() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "engram_jax"
+    try:
+        return Path.home() / ".cache" / "engram_jax"
+    except RuntimeError as error:  # a container's user without an entry or $HOME
+        _log.warning(
+            "Token maps are not cached: %s Name a directory in %s.",
+            error,
+            CACHE_DIR_VARIABLE,
+        )
+        return None
 
 
 def _tokenizers_version() -> str:

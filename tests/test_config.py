@@ -162,6 +162,8 @@ def test_missing_field_is_named(field, how):
         ("rms_norm_eps", 1e-60),
         ("rms_norm_eps", float("nan")),
         ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 1e39),
+        ("rms_norm_eps", 10**400),
     ],
 )
 def test_value_that_cannot_work_is_refused_by_name(field, value):

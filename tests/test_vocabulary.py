@@ -380,6 +380,21 @@ def test_failed_write_leaves_no_part_behind(own_cache, monkeypatch, caplog):
     assert list(own_cache.iterdir()) == []
 
 
+def test_a_user_without_a_home_gets_a_map_and_a_warning(monkeypatch, caplog):
+    """As in a container that runs under a number without an entry in /etc/passwd."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ENGRAM_JAX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    token_map, size = build_compressed_token_map(words("a", "A"))
+    assert (token_map.tolist(), size) == ([0, 0], 1)
+    assert "home directory" in caplog.text
+    assert "ENGRAM_JAX_CACHE_DIR" in caplog.text
+
+
 def test_cache_directory_defaults_to_the_users(tmp_path, monkeypatch):
     monkeypatch.delenv(vocabulary.CACHE_DIR_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
