@@ -252,7 +252,8 @@ def make_plan(
     on_device = weights + (shard if placement == "device" else 0)
     per_node = devices_per_process * processes_per_node
     own = shard if placement == "pinned_host" else 0
-    on_host = shard if placement in ("pinned_host", "shared_host") else 0
+    # Shared memory has the whole tables once on every node.
+    shared = sum(config.num_embeddings) * row if placement == "shared_host" else 0
     return Plan(
         devices=tp * dp,
         cut=sharding.shards.cut,
@@ -264,7 +265,10 @@ def make_plan(
             "process": on_device * devices_per_process,
             "node": on_device * per_node,
         },
-        host_bytes={"process": own * devices_per_process, "node": on_host * per_node},
+        host_bytes={
+            "process": own * devices_per_process,
+            "node": own * per_node + shared,
+        },
         choices=tuple(forms),
         reasons=dict(sharding.reasons),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
+import warnings
 from typing import Any
 
 import chex
@@ -13,6 +16,7 @@ import mesh_cases
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from small_stack import CONFIG, make_stack, random_hidden, random_ids
 
 import engram_jax
@@ -277,12 +281,33 @@ def test_a_batch_that_came_too_late_is_refused_not_garbage(stacks):
             jax.block_until_ready([rows.packed() for rows in old.rows])
 
 
+def test_a_step_may_take_the_batch_as_donated(stacks):
+    stack = stacks["pinned_host"]
+    _, hash_batch = make_step(stack)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def take(rows):
+        return [part.packed().reshape(-1) for part in rows]
+
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        for seed in range(4):
+            arguments = random_batch(11, seed)
+            hashes = hash_batch(arguments).hash_ids
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "Some donated buffers were not usable"
+                )
+                rows = take(prefetch.start(**arguments).result().rows)
+            for actual, wanted in zip(rows, direct_rows(stack, hashes), strict=True):
+                same(actual, wanted.reshape(-1))
+
+
 def test_a_running_step_blocks_the_refill(stacks):
     stack = stacks["pinned_host"]
 
     @jax.jit
-    def slow(batch, weight):
-        weight = jax.lax.fori_loop(0, 150, lambda _, w: jnp.tanh(w @ w), weight)
+    def slow(batch, weight, times):
+        weight = jax.lax.fori_loop(0, times, lambda _, w: jnp.tanh(w @ w), weight)
         # The rows are read when the loop is over.
         zero = (weight.sum() * 0).astype(jnp.uint8)
         return batch.rows[0].packed() + zero
@@ -291,17 +316,19 @@ def test_a_running_step_blocks_the_refill(stacks):
     expected = direct_rows(stack, np.asarray(stack.batch(**first).hash_ids))[0]
     weight = jnp.eye(400)
     with EngramPrefetch(stack, threads=1) as prefetch:
-        rows = slow(prefetch.start(**first).result(), weight)
-        same(rows, expected)
-        rows = slow(prefetch.start(**first).result(), weight)
-        prefetch.start(**second).result()  # retires its buffer
-        pending = prefetch.start(**second)  # would fill it again
-        waited = not rows.is_ready()
-        while not pending.done():
-            time.sleep(0.001)
-        assert rows.is_ready()
-        same(rows, expected)
-        pending.result()
+        same(slow(prefetch.start(**first).result(), weight, 1), expected)
+        for times in (100, 400, 1600, 6400):  # until the step is the slower one
+            rows = slow(prefetch.start(**first).result(), weight, times)
+            prefetch.start(**second).result()  # retires its buffer
+            pending = prefetch.start(**second)  # would fill it again
+            waited = not rows.is_ready()
+            while not pending.done():
+                time.sleep(0.001)
+            assert rows.is_ready()
+            same(rows, expected)
+            pending.result()
+            if waited:
+                break
     assert waited
 
 
@@ -382,13 +409,14 @@ def test_closing_with_an_error_underway_leaves_no_thread(stacks):
     assert not [t for t in threading.enumerate() if t.name.startswith("engram")]
 
 
-@pytest.mark.parametrize(("tp", "dp", "columns"), [(2, 1, 24), (2, 2, 24), (1, 3, 24)])
-def test_stacks_on_a_mesh(tmp_path, tp, dp, columns):
+@pytest.mark.parametrize(
+    ("tp", "dp", "kind"),
+    [(2, 1, AxisType.Auto), (2, 2, AxisType.Explicit), (1, 3, AxisType.Auto)],
+)
+def test_stacks_on_a_mesh(tmp_path, tp, dp, kind):
     """PITFALLS 33: sharded tables, a token count that does not divide."""
-    on_device = mesh_cases.stack24()
-    assert on_device.layout.n_hash_cols == columns
-    stack = with_storage(on_device, mapped(tmp_path))
-    mesh = mesh_cases.mesh(tp, dp)
+    stack = with_storage(mesh_cases.stack24(), mapped(tmp_path))
+    mesh = mesh_cases.mesh(tp, dp, kind)
     sharding = EngramSharding.on(mesh, stack.layout)
     sharded = stack.shard(sharding)
     tokens = 13
@@ -404,8 +432,12 @@ def test_stacks_on_a_mesh(tmp_path, tp, dp, columns):
         return run_layers(stack, hidden, batch)
 
     arguments = {k: jnp.asarray(v) for k, v in arguments.items()}
-    expected = direct(sharded, hidden, arguments)
-    with EngramPrefetch(sharded, threads=2) as prefetch:
+    explicit = kind == AxisType.Explicit
+    with (
+        jax.set_mesh(mesh) if explicit else contextlib.nullcontext(),
+        EngramPrefetch(sharded, threads=2) as prefetch,
+    ):
+        expected = direct(sharded, hidden, arguments)
         for _ in range(3):
             batch = prefetch.start(**arguments).result()
             same(step(sharded, hidden, batch), expected)
