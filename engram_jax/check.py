@@ -89,6 +89,9 @@ def check_checkpoint(directory: str | Path, tokenizer: Any = None) -> Report:
             findings.append(Finding(topic, False, str(error)))
             return None
 
+    if not directory.is_dir():
+        text = f"{directory} is no directory; give a checkpoint's"
+        return Report(str(directory), (Finding("files", False, text),), {}, None)
     config = attempt("config", lambda: EngramConfig.from_pretrained(directory))
     if config is not None:
         findings.append(Finding("config", True, _describe(config)))
@@ -105,7 +108,10 @@ def check_checkpoint(directory: str | Path, tokenizer: Any = None) -> Report:
     if source is None and (directory / "tokenizer.json").is_file():
         source = directory / "tokenizer.json"
     if source is None:
-        text = "no tokenizer.json here; pass --tokenizer to check one"
+        text = (
+            "no tokenizer.json here; pass --tokenizer to check one, and tokenizer= to "
+            "load_engram"
+        )
         findings.append(Finding("tokenizer", None, text))
     else:
         built = attempt("tokenizer", lambda: build_compressed_token_map(source))

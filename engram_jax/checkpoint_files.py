@@ -177,7 +177,7 @@ def _read_index(path: Path) -> dict[str, str]:
         index = json.loads(
             path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -283,7 +283,7 @@ def read_side_file(directory: Path) -> str | None:
         content = json.loads(
             path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     digest = content.get("token_map_sha256") if isinstance(content, dict) else None
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):

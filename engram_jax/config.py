@@ -228,7 +228,7 @@ empty, both at the top level and under text_config.
             )
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}.") from error
         try:
             return cls.from_dict(config)

@@ -223,6 +223,12 @@ class EngramLayout:
                 "another tokenizer. Multipliers derive from this size, so every row "
                 "would be another; use the tokenizer of the model."
             )
+        if not 1 <= size <= config.vocab_size:
+            raise ValueError(
+                f"compressed_vocab_size is {size}; it must be between 1 and vocab_size "
+                f"= {config.vocab_size}, since every compressed id stands for at least "
+                "one token: the token map comes from another tokenizer."
+            )
         # Every prime is at least the base, so this bounds the search below, too.
         least = config.n_hash_cols * max(config.vocab_base, 2)
         for layer_id, table_rows in zip(

@@ -141,7 +141,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"The header of {path} is damaged: {error}.") from error
     if not isinstance(header, dict):
         raise ValueError(f"The header of {path} is no JSON object.")
@@ -170,7 +170,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     malformed = ValueError(
         f"The header of {path} describes {name} by {entry!r}; it must give dtype, "
-        "shape and data_offsets."
+        "shape and data_offsets, in integers from 0 up."
     )
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])

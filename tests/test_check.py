@@ -108,6 +108,12 @@ def test_command_runs_as_a_module_and_starts_no_backend(tmp_path):
     assert f"2 things do not fit; {tmp_path} cannot be loaded." in result.stdout
 
 
+def test_a_path_that_is_no_directory_is_told_as_such(tiny):
+    for path in (tiny / "config.json", tiny / "nowhere"):
+        (text,) = wrong(check_checkpoint(path))
+        assert f"{path} is no directory" in text
+
+
 def test_tokenizer_may_be_missing():
     report = check_checkpoint(TINY)
     assert report.fits

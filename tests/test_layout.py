@@ -211,6 +211,8 @@ def test_compressed_size_must_be_known_and_agree():
     given_later = EngramLayout.from_config(make_config(compressed_vocab_size=None), 90)
     stated = EngramLayout.from_config(make_config(), 90)
     np.testing.assert_array_equal(given_later.multipliers, stated.multipliers)
+    with pytest.raises(ValueError, match=r"size is 100001; .* vocab_size = 100000"):
+        EngramLayout.from_config(make_config(compressed_vocab_size=None), 100_001)
     with pytest.raises(ValueError, match=r"97812.*90"):
         EngramLayout.from_config(make_config(), 97_812)
 

@@ -171,7 +171,14 @@ def test_tensor_given_twice_in_one_header_is_refused(path):
 
 @pytest.mark.parametrize(
     "header",
-    [b"{", b"[1]", b'"text"', b"\xff\xfe", b"null"],
+    [
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"\xff\xfe",
+        b"null",
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
 )
 def test_header_that_is_no_json_object_is_refused(path, header):
     with pytest.raises(ValueError, match=r"header of .*model\.safetensors"):
