@@ -112,7 +112,7 @@ def test_a_bfloat16_projection_has_the_gradient_of_its_float32_product():
 
 
 def test_a_nan_row_of_a_dead_token_reaches_no_gradient():
-    """Pitfall 8: the gate selects, but a weight's gradient sums over all tokens."""
+    """Pitfall: the gate selects, but a weight's gradient sums over all tokens."""
     stack = make_stack()
     layer = stack.layers[1]
     layer.dequantize_projection()

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ _MIN_ELEMENTS = 4096
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse_rms(x, eps):
+def _inverse_rms(x, eps) -> Any:
     return lax.rsqrt(jnp.square(x).mean(axis=-1) + jnp.float32(eps))
 
 

@@ -23,7 +23,7 @@ def gate_gradients(hidden, kv, eps):
 @pytest.mark.parametrize("eps", [1e-6, 1e-20, 1e-26, 2.0**-126])
 @pytest.mark.parametrize(("hidden", "kv"), [(0, 1), (1, 0), (0, 0)])
 def test_zero_streams_have_finite_gradients_at_every_eps(eps, hidden, kv):
-    """Pitfall 19: hidden or key all zero; the slope of rsqrt alone is infinite."""
+    """Pitfall: hidden or key all zero; the slope of rsqrt alone is infinite."""
     gradients = gate_gradients(
         jnp.full((1, M, E), hidden, float), jnp.full((1, (M + 1) * E), kv, float), eps
     )
