@@ -10,6 +10,7 @@ from .config import EngramConfig as EngramConfig
 from .constant import Constant as Constant
 from .embedding import ParallelEngramEmbedding as ParallelEngramEmbedding
 from .hash_state import NgramHashState as NgramHashState
+from .host_memory import HostMemoryOptions as HostMemoryOptions
 from .hot_rows import HotRowCache as HotRowCache
 from .layer import Engram as Engram
 from .layout import EngramLayout as EngramLayout

@@ -25,6 +25,7 @@ from .checkpoint_files import (
 from .config import QUANT_BLOCK, EngramConfig
 from .embedding import ParallelEngramEmbedding
 from .hash_state import NgramHashState
+from .host_memory import HostMemoryOptions
 from .host_storage import MappedFileTable, PinnedHostTable, available_host_memory
 from .kernels import Backend
 from .layer import Engram
@@ -51,11 +52,6 @@ from .vocabulary import build_compressed_token_map, fingerprint
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 20
-_STORAGES: dict[str, Any] = {
-    "mapped_file": MappedFileTable,
-    "shared_host": SharedHostTable,
-}
-"""Tables that every process reads whole, by placement."""
 
 
 def load_engram(
@@ -65,6 +61,7 @@ def load_engram(
     placement: Placement | Sequence[Placement] = "device",
     mesh: jax.sharding.Mesh | EngramSharding | None = None,
     backend: Backend | None = None,
+    host_memory: HostMemoryOptions | None = None,
 ) -> EngramStack:
     """Load the Engram layers of a checkpoint in the published layout.
 
@@ -89,6 +86,9 @@ def load_engram(
         devices own.
       backend: Form of every operation: None chooses, or ``"pallas"``, ``"xla"``,
         ``"pallas_interpret"``.
+      host_memory: Huge pages and the like for ``"shared_host"``, none of which changes
+        a result; None takes `HostMemoryOptions()`. What came of them is in the log and
+        in the tables' `report`.
 
     Returns:
       The stack, ready to call.
@@ -121,7 +121,9 @@ def load_engram(
         sharding = _sharding_on(mesh, layout)
         plans = _plan_placements(files, placements, sharding)
     with _together(mesh):
-        return _load(files, token_map, hash_state, plans, sharding, backend)
+        return _load(
+            files, token_map, hash_state, plans, sharding, backend, host_memory
+        )
 
 
 def _together(mesh: Any) -> contextlib.AbstractContextManager[None]:
@@ -143,18 +145,25 @@ def _load(
     plans: list[MemoryPlan],
     sharding: EngramSharding | None,
     backend: Backend | None,
+    host_memory: HostMemoryOptions | None,
 ) -> EngramStack:
     placement = _choose_placement(plans, sharding)
+    # Tables that every process reads whole.
+    storages: dict[str, Any] = {
+        "mapped_file": MappedFileTable,
+        "shared_host": functools.partial(SharedHostTable, options=host_memory),
+    }
+    storage = storages.get(placement)
     if sharding is None:
         layers = {
-            layer_id: _load_layer(files, layer_id, placement, backend)
+            layer_id: _load_layer(files, layer_id, placement, backend, storage)
             for layer_id in files.layers
         }
     else:
         hash_state.token_map[...] = sharding.place(token_map, PartitionSpec())
         layers = {
             layer_id: _load_layer_on_mesh(
-                files, layer_id, placement, backend, sharding, index
+                files, layer_id, placement, backend, storage, sharding, index
             )
             for index, layer_id in enumerate(files.layers)
         }
@@ -278,10 +287,10 @@ def _load_layer(
     layer_id: int,
     placement: Placement,
     backend: Backend | None,
+    storage: Any,
 ) -> Engram:
     parts = files.layers[layer_id]
     weight, scale = parts["embed.weight"], parts["embed.scale"]
-    storage = _STORAGES.get(placement)
     if storage is not None:
         table = ParallelEngramEmbedding.from_storage(storage(weight, scale))
     elif placement == "pinned_host":
@@ -308,12 +317,12 @@ def _load_layer_on_mesh(
     layer_id: int,
     placement: Placement,
     backend: Backend | None,
+    storage: Any,
     sharding: EngramSharding,
     index: int,
 ) -> Engram:
     parts = files.layers[layer_id]
     weight, scale = parts["embed.weight"], parts["embed.scale"]
-    storage = _STORAGES.get(placement)
     if storage is not None:
         table = ParallelEngramEmbedding(
             None,

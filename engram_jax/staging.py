@@ -127,5 +127,6 @@ def host_view(array: Array) -> npt.NDArray[Any]:
     count = math.prod(array.shape) * array.dtype.itemsize
     if not count:
         return np.empty(array.shape, array.dtype)
+    array.block_until_ready()  # what is being copied there has no bytes yet
     memory = (ctypes.c_uint8 * count).from_address(array.unsafe_buffer_pointer())
     return np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)

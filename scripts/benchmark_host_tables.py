@@ -37,7 +37,7 @@ from engram_jax.staging import host_view
 
 DIM, COLUMNS = 256, 24
 ROW_BYTES = DIM + DIM // 32
-GPU_ROWS, CPU_ROWS = 64_000_000, 100_000
+GPU_ROWS, CPU_ROWS = 64_000_000, 2_000_000
 ROUNDS = 15
 
 
@@ -90,13 +90,12 @@ class RecordTable:
 def make_pinned(rows: int) -> PinnedHostTable:
     """Makes a table in pinned memory; a GPU makes the bytes."""
     host = pinned_host_sharding()
-    make = jax.jit(lambda: table_bytes(jnp.arange(rows), jnp))
-    # In pieces, since the device's program needs more than the result.
-    weight, scale = make() if rows <= CPU_ROWS else _make_in_pieces(rows)
+    weight, scale = _make_in_pieces(rows)
     return PinnedHostTable(weight, scale, host)
 
 
 def _make_in_pieces(rows: int) -> tuple[jax.Array, jax.Array]:
+    """Makes the bytes in place; all at once would need several times their memory."""
     step = 2_000_000
     weight = jnp.zeros((rows, DIM), jnp.uint8)
     scale = jnp.zeros((rows, DIM // 32), jnp.uint8)
@@ -235,6 +234,8 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
         wanted = np.concatenate(table_bytes(ids.reshape(-1)), 1).reshape(-1)[:: 1 << 12]
         if int(kept) != int(wanted.sum(dtype=np.uint32)):
             raise AssertionError("a step got the rows of another batch")
+    if not on_gpu:
+        return  # step and threads would share the same cores
     times: dict[str, list[float]] = {"plain": [], "rows": []}
     for _ in range(5):
         for name, run in (("plain", run_plain), ("rows", run_with_rows)):
@@ -248,7 +249,7 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
         with_them / without,
         "x",
         tuple(times["rows"]),
-        at_most=1.02 if on_gpu else None,
+        at_most=1.02,
         detail={"step_ms": without, "with_rows_ms": with_them},
     )
 

@@ -337,6 +337,15 @@ def test_mapped_table_serves_a_gpu(path, table_bytes):
     np.testing.assert_array_equal(rows, expected_rows(table_bytes, ids))
 
 
+def test_rows_are_read_after_they_have_arrived():
+    """A copy into pinned memory goes on after the call that began it."""
+    values = jnp.arange(1 << 26, dtype=jnp.uint32).astype(jnp.uint8).reshape(-1, 256)
+    table = PinnedHostTable(values, jnp.full((1 << 18, 8), 127, jnp.uint8))
+    out = np.empty((1, 264), np.uint8)
+    table.read_into(np.array([(1 << 18) - 1]), out)
+    np.testing.assert_array_equal(out[0, :256], np.arange(256))
+
+
 @pytest.mark.parametrize("tokens", [1, 96])
 def test_pinned_table_is_read_by_the_gpus_kernel(table_bytes, tokens):
     """Compiled for Hopper: the kernel alone, no copy of the table."""

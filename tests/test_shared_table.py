@@ -134,7 +134,12 @@ def test_rows_equal_plain_indexing(source, folder):
 
 
 def test_load_engram_gives_the_golden_rows(folder, v41_token_map):
-    stack = load_engram(TINY, tokenizer=v41_token_map, placement="shared_host")
+    stack = load_engram(
+        TINY,
+        tokenizer=v41_token_map,
+        placement="shared_host",
+        host_memory=HostMemoryOptions(huge_pages=False, lock=True),
+    )
     batch, _, wanted = golden_batch(stack)
     for index, (layer_id, layer) in enumerate(stack.layers.items()):
         rows = np.asarray(jax.jit(layer.embedding)(batch.hash_ids[:, index]))
@@ -144,6 +149,8 @@ def test_load_engram_gives_the_golden_rows(folder, v41_token_map):
         )
     for layer in stack.layers.values():
         assert isinstance(layer.embedding.storage, SharedHostTable)
+        assert layer.embedding.storage.report.huge_pages == "off"
+        assert layer.embedding.storage.report.lock != "off"
         layer.embedding.storage.close()
     assert not list(folder.iterdir())
 
