@@ -1,6 +1,7 @@
 """Engram on a device mesh: axes, partition specs, and arrays made shard by shard."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
@@ -8,7 +9,13 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    SingleDeviceSharding,
+)
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -23,6 +30,8 @@ from .shards import (
     choose_exchange,
     choose_ids_exchange,
 )
+
+_LOGGER = logging.getLogger("engram_jax")
 
 TENSOR_AXIS = "tp"
 DATA_AXIS = "dp"
@@ -113,6 +122,19 @@ class EngramSharding:
         Raises:
           ValueError: The mesh lacks an axis, the shard count does not suit the cut, or
             a choice is unknown or contradicts another.
+
+        Example:
+          >>> from engram_jax import EngramLayout
+          >>> from jax.sharding import AbstractMesh, AxisType
+          >>> layout = EngramLayout(
+          ...     layer_ids=(0,), primes=np.array([[[101], [103]]]),
+          ...     offsets=np.array([[0, 101]]), multipliers=np.array([[3, 5, 7]]),
+          ...     num_rows=(204,), pad_token_id=99, compressed_vocab_size=100,
+          ...     max_ngram_size=3, n_heads=1)
+          >>> mesh = AbstractMesh((1, 2), ("tp", "dp"), (AxisType.Auto,) * 2)
+          >>> sharding = EngramSharding.on(mesh, layout)
+          >>> sharding.shards.cut, sharding.exchange, sharding.spec("T M E")[0]
+          ('heads', 'all_to_all', 'dp')
         """
         tensor = _axes(mesh, tensor_axis, "tensor_axis")
         data = _axes(mesh, data_axis, "data_axis")
@@ -138,6 +160,8 @@ class EngramSharding:
             )
         if shard_projection is None:
             shard_projection = not sequence_parallel
+        text = "tables cut by %s (%s), rows come by %s (%s)"
+        _LOGGER.info(text, shards.cut, shards.reason, exchange, why)
         return cls(
             mesh=mesh,
             shards=shards,
@@ -170,30 +194,50 @@ class EngramSharding:
         """Name the mesh axes that tokens of the fetched rows lie over."""
         return self.data_axes if self.shard_projection else self.token_axes
 
+    def spec(self, letters: str) -> P:
+        """Give the partition spec of an array by its shape letters.
+
+        T lies over the token axes, R (rows of a table) over the table axes, N (outputs
+        of the projection) over the tensor axis; all other letters are whole everywhere.
+
+        Args:
+          letters: As in the legend of shapes, such as "T M E" or "R D".
+
+        Returns:
+          The partition spec.
+        """
+        over = {
+            "T": self.token_axes,
+            "R": self.table_axes,
+            "N": self.tensor_axes if self.shard_projection else (),
+        }
+        entries = [over.get(letter) or None for letter in letters.split()]
+        return P(*entries) if any(entries) else P()
+
     @property
     def tokens(self) -> P:
         """Give the partition spec of anything by token: [T, ...]."""
-        return _spec(self.token_axes)
+        return self.spec("T")
 
     @property
     def replica(self) -> P:
         """Give the partition spec of what each replica has whole, such as its ids."""
-        return _spec(self.data_axes)
+        return P(self.data_axes) if self.data_axes else P()
 
     @property
     def rows(self) -> P:
         """Give the partition spec of fetched rows [T, L, C, W]."""
-        return _spec(self.row_token_axes)
+        return P(self.row_token_axes) if self.row_token_axes else P()
 
     @property
     def table(self) -> P:
         """Give the partition spec of a table's values [R, D] and scales [R, D/32]."""
-        return _spec(self.table_axes)
+        return self.spec("R D")
 
     @property
     def projection(self) -> P:
         """Give the partition spec of wkv weight [N, C*D] and scale [N/32, C*D/32]."""
-        return _spec(self.tensor_axes if self.shard_projection else ())
+        return self.spec("N CD")
 
     def pad_tokens(self, num_tokens: int) -> int:
         """Round a token count up to one that splits evenly over the devices.
@@ -276,20 +320,33 @@ class EngramSharding:
           [S * rows_per_shard, width], cut over `table_axes`.
         """
         rows = self.shards.rows_per_shard[layer]
-
-        def shard(index):
-            start, end = self._range(layer, (index[0].start or 0) // rows)
-            if end - start == rows:
-                return read(start, end)
-            # Zero pages cost nothing until they are written, so padding is free.
-            padded = np.zeros((rows, width), dtype)
-            if end > start:
-                padded[: end - start] = read(start, end)
-            return padded
-
         shape = (self.shards.num_rows(layer), width)
         place = self.named(self.table, memory_kind)
-        return jax.make_array_from_callback(shape, place, _once_per_shard(shard), dtype)
+        holders: dict[int, list[Any]] = {}
+        for device, index in place.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            holders.setdefault((index[0].start or 0) // rows, []).append(device)
+        parts = []
+        for shard, devices in sorted(holders.items()):
+            block = self._padded_shard(layer, shard, read, (rows, width), dtype)
+            kinds = {"memory_kind": memory_kind} if memory_kind else {}
+            parts += [
+                jax.device_put(block, SingleDeviceSharding(device, **kinds))
+                for device in devices
+            ]
+            # One shard at a time in host memory, and not a queue of them.
+            jax.block_until_ready(parts[-len(devices) :])
+        return jax.make_array_from_single_device_arrays(shape, place, parts)
+
+    def _padded_shard(self, layer, shard, read, shape, dtype) -> np.ndarray:
+        start, end = self._range(layer, shard)
+        if end - start == shape[0]:
+            return read(start, end)
+        # Zero pages cost nothing until they are written, so padding is free.
+        padded = np.zeros(shape, dtype)
+        if end > start:
+            padded[: end - start] = read(start, end)
+        return padded
 
     def place(
         self, array: np.ndarray | Array, spec: P, pad_to: int | None = None
@@ -358,15 +415,13 @@ class EngramSharding:
           The same values.
         """
         mesh = self.context_mesh()
-        explicit = {
-            name
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Explicit
-        }
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
         if not explicit:
             return x  # shard_map reshards by itself, and XLA what follows
         # A spec may name Explicit axes only; Auto ones are the compiler's.
-        named = [_only(entry, explicit) for entry in spec]
+        entries = [(e,) if isinstance(e, str) else e or () for e in spec]
+        named = [tuple(a for a in e if a in explicit) or None for e in entries]
         return jax.reshard(x, NamedSharding(mesh, P(*named)))
 
     def context_mesh(self) -> Any:
@@ -433,19 +488,6 @@ class EngramSharding:
         )
 
 
-def _spec(axes: tuple[str, ...]) -> P:
-    return P(axes) if axes else P()
-
-
-def _only(entry: Any, names: set[str]) -> Any:
-    if entry is None:
-        return None
-    kept = tuple(
-        n for n in ((entry,) if isinstance(entry, str) else entry) if n in names
-    )
-    return kept or None
-
-
 def _axes(mesh: Mesh | AbstractMesh, axes: Axes, argument: str) -> tuple[str, ...]:
     names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
@@ -455,17 +497,3 @@ def _axes(mesh: Mesh | AbstractMesh, axes: Axes, argument: str) -> tuple[str, ..
                 f"the right one with {argument}=..., or {argument}=None for none"
             )
     return tuple(name for name in names if mesh.shape[name] > 1)
-
-
-def _once_per_shard(shard: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Read a shard once for all of this process's devices that hold a copy of it."""
-    last: dict[int, np.ndarray] = {}
-
-    def read(index):
-        start = index[0].start or 0
-        if start not in last:
-            last.clear()
-            last[start] = shard(index)
-        return last[start]
-
-    return read

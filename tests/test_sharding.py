@@ -439,8 +439,28 @@ def test_shard_numbers_are_tensor_major():
             assert by_device[devices.devices[dp, tp]] == tp * 3 + dp
 
 
-def test_each_process_reads_its_own_rows_only():
-    sharding = EngramSharding.on(mesh(2, 3), stack24().layout)
+def test_partition_specs_go_by_shape_letters():
+    layout = stack24().layout
+    sharding = EngramSharding.on(abstract_mesh(2, 4), layout)
+    assert sharding.spec("T M E") == P("dp", None, None)
+    assert sharding.spec("R D") == P(("tp", "dp"), None)
+    assert sharding.spec("N CD") == P("tp", None)
+    assert sharding.spec("M E") == P()
+    sequence = EngramSharding.on(abstract_mesh(2, 4), layout, sequence_parallel=True)
+    assert sequence.spec("T M E") == P(("dp", "tp"), None, None)
+    assert sequence.spec("N CD") == P()
+    alone = EngramSharding.on(abstract_mesh(2, 1), layout)
+    assert alone.spec("T M E") == P()
+
+
+@pytest.mark.parametrize("data_first", [False, True])
+def test_each_process_reads_its_own_rows_only(data_first):
+    devices = mesh(2, 3)
+    if data_first:
+        devices = jax.make_mesh(
+            (3, 2), ("dp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:6]
+        )
+    sharding = EngramSharding.on(devices, stack24().layout)
     seen = []
 
     def read(start, end):
@@ -451,8 +471,11 @@ def test_each_process_reads_its_own_rows_only():
     chex.assert_shape(table, (sharding.shards.num_rows(0), 32))
     assert sorted(seen) == list(sharding.owned_rows(0))
     assert sum(end - start for start, end in seen) == stack24().layout.num_rows[0]
-    spread = EngramSharding.on(mesh(2, 3), stack24().layout, spread=False)
-    assert len(list(spread.owned_rows(0))) == 2
+    seen.clear()
+    copied = EngramSharding.on(devices, stack24().layout, spread=False)
+    copied.place_table(0, read, 32, np.uint8)
+    assert seen == list(copied.owned_rows(0))  # once, although three replicas hold it
+    assert len(seen) == 2
 
 
 # --- Choices and refusals -------------------------------------------------------------
