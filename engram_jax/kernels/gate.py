@@ -15,9 +15,11 @@ from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 _MIN_ELEMENTS = 4096
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse_rms(x, eps) -> Any:
+def _plain_inverse_rms(x, eps):
     return lax.rsqrt(jnp.square(x).mean(axis=-1) + jnp.float32(eps))
+
+
+_inverse_rms: Any = jax.custom_jvp(_plain_inverse_rms, nondiff_argnums=(1,))
 
 
 @_inverse_rms.defjvp
