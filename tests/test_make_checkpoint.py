@@ -179,9 +179,10 @@ def test_own_tokenizer_sets_the_vocabulary(tmp_path):
     assert load_engram(tmp_path / "out").hash_state.vocab_size == 3
 
 
-def test_without_deepseeks_tokenizer_the_map_comes_later(tmp_path, monkeypatch):
+def test_without_deepseeks_tokenizer_the_map_comes_later(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "find_tokenizer", lambda given: given)
     assert script.main([str(tmp_path / "out"), *TINY_OPTIONS]) == 0
     names = {Path(p).name for p in (tmp_path / "out").iterdir()}
     assert not {"tokenizer.json", "engram.json"} & names
+    assert "no tokenizer.json, so load_engram needs" in capsys.readouterr().err
     assert check_checkpoint(tmp_path / "out").fits
