@@ -13,9 +13,6 @@ over all 65,536 pairs of value and scale byte, without a GPU.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
@@ -233,14 +230,6 @@ def remainder(number: Any, factor: Any, divisor: Any) -> Any:
 
 
 # ---- memory --------------------------------------------------------------------------
-
-
-def as_words(array: jax.Array) -> jax.Array:
-    """View bytes [.., n], n a multiple of 4, as int32 [.., n/4]; jitted, no copy."""
-    if array.dtype == jnp.int32:
-        return array
-    four = array.reshape(*array.shape[:-1], array.shape[-1] // 4, 4)
-    return lax.bitcast_convert_type(four, jnp.int32)
 
 
 def thread_index() -> Word:
