@@ -22,7 +22,9 @@ def _known(*arrays: Any) -> bool:
     return not any(isinstance(array, Tracer) for array in arrays)
 
 
-def check_shape(name: str, array: Array, wanted: tuple[int | None, ...]) -> None:
+def check_shape(
+    name: str, array: Array | np.ndarray, wanted: tuple[int | None, ...]
+) -> None:
     """Refuse an array of another shape; None stands for any length."""
     fits = array.ndim == len(wanted) and all(
         want is None or have == want

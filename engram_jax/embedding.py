@@ -74,7 +74,15 @@ class ParallelEngramEmbedding(nnx.Module):
             sharding: how the table lies on a mesh; weight and scale are then what
                 `EngramSharding.place_table` gives.
             layer_index: which of the layers' tables this is, from 0; on a mesh only.
+
+        Raises:
+            ValueError: there is no table, or there are two.
         """
+        if (weight is None) == (storage is None):
+            raise ValueError(
+                "a table is either weight (on the device) or storage (elsewhere); "
+                f"{'neither' if weight is None else 'both'} was given"
+            )
         self.weight: Any
         self.scale: Any
         if storage is not None:

@@ -330,7 +330,8 @@ class NgramHashState(nnx.Module):
         place = jnp.arange(length, dtype=jnp.int32)
         positions = jnp.broadcast_to(place, shape)
         if segment_ids is not None:
-            segment_ids = narrow_ids(as_array(segment_ids), "segment_ids")
+            # Not narrowed: two wide ids would become one, and two documents, too.
+            segment_ids = as_array(segment_ids)
             check_shape("segment_ids", segment_ids, shape)
             starts = jnp.zeros(shape, jnp.int32)
             if length > 1:

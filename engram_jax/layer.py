@@ -60,6 +60,8 @@ class Engram(nnx.Module):
         Raises:
             ValueError: shapes do not fit each other.
         """
+        if q_weight.ndim != 2:
+            raise ValueError(f"q_weight has shape {q_weight.shape}; it must be [M, E]")
         streams, width = q_weight.shape
         outputs, sharding = (streams + 1) * width, embedding.sharding
         if sharding is not None:

@@ -124,6 +124,15 @@ def test_a_map_of_floats_or_negative_ids_is_refused():
         NgramHashState(LAYOUT, np.arange(100) + 0.5)
 
 
+def test_wide_segment_ids_keep_documents_apart(state):
+    """Pitfall: documents packed in one row bleed into each other."""
+    ids, documents = [7, 9, 7, 9], [2**40, 2**40, 2**41, 2**41]
+    chex.assert_trees_all_equal(
+        state.hash_sequence(ids, segment_ids=np.array(documents)),
+        state.hash_sequence(ids, segment_ids=[0, 0, 1, 1]),
+    )
+
+
 def test_a_wide_id_in_a_window_is_dead_not_unknown(state):
     """Unknown would let the slot cache, or older places, speak for it."""
     with jax.enable_x64(True):

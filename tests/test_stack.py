@@ -15,7 +15,14 @@ from small_stack import CONFIG, make_stack, random_hidden, random_ids, token_map
 from tolerances import assert_within
 
 import engram_jax
-from engram_jax import EngramBatch, EngramLayout, EngramStack, NgramHashState
+from engram_jax import (
+    EngramBatch,
+    EngramLayout,
+    EngramStack,
+    NgramHashState,
+    ParallelEngramEmbedding,
+)
+from engram_jax.host_storage import PinnedHostTable
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +305,15 @@ def test_a_layout_of_another_model_is_refused(stack, changes, message):
             NgramHashState(EngramLayout.from_config(config), token_map()),
             stack.layers,
         )
+
+
+def test_a_table_is_in_one_place():
+    values = np.ones((4, 32), jnp.float8_e4m3fn)
+    storage = PinnedHostTable(values, np.full((4, 1), 127, np.uint8))
+    with pytest.raises(ValueError, match="neither"):
+        ParallelEngramEmbedding(None)
+    with pytest.raises(ValueError, match="both"):
+        ParallelEngramEmbedding(jnp.ones((4, 32)), storage=storage)
 
 
 def test_layers_of_another_model_are_refused(stack):
