@@ -331,11 +331,11 @@ class NgramHashState(nnx.Module):
         positions = jnp.broadcast_to(place, shape)
         if segment_ids is not None:
             # Not narrowed: two wide ids would become one, and two documents, too.
-            segment_ids = as_array(segment_ids)
-            check_shape("segment_ids", segment_ids, shape)
+            documents: Any = as_array(segment_ids)
+            check_shape("segment_ids", documents, shape)
             starts = jnp.zeros(shape, jnp.int32)
             if length > 1:
-                changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+                changes = documents[..., 1:] != documents[..., :-1]
                 starts = starts.at[..., 1:].set(jnp.where(changes, place[1:], 0))
             positions -= lax.cummax(starts, axis=len(shape) - 1)
         dead_mask = as_mask("dead_mask", dead_mask, shape)
