@@ -136,9 +136,19 @@ def tokenizer_json() -> Path:
 
 
 @pytest.fixture(scope="session")
-def v41_token_map(tokenizer_json: Path) -> np.ndarray:
-    """V4.1's compressed vocabulary, int32 [129280]."""
+def v41_token_map(
+    tokenizer_json: Path, tmp_path_factory: pytest.TempPathFactory
+) -> np.ndarray:
+    """V4.1's compressed vocabulary, int32 [129280], built anew."""
     from engram_jax import build_compressed_token_map
 
-    token_map, _ = build_compressed_token_map(tokenizer_json)
-    return token_map
+    cache = tmp_path_factory.mktemp("token_map")
+    return build_compressed_token_map(tokenizer_json, cache_dir=cache)[0]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A copy of the golden checkpoint, to damage."""
+    from golden_checkpoint import copy_tiny
+
+    return copy_tiny(tmp_path / "tiny")

@@ -31,15 +31,6 @@ def own_cache(cache, monkeypatch) -> None:
     monkeypatch.setenv(CACHE_DIR_VARIABLE, str(cache))
 
 
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    path = tmp_path / "tiny"
-    path.mkdir()
-    for source in TINY.iterdir():
-        shutil.copyfile(source, path / source.name)
-    return path
-
-
 def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import chex
 import jax
@@ -21,7 +20,6 @@ from golden_checkpoint import (
     SHARDS,
     TINY,
     TOKENIZER,
-    copy_tiny,
     edit_json,
     golden_batch,
     name_of,
@@ -45,18 +43,6 @@ from engram_jax.safetensors_file import (
     read_header,
 )
 from engram_jax.sharding import EngramSharding
-from engram_jax.vocabulary import build_compressed_token_map
-
-
-@pytest.fixture(scope="module")
-def v41_token_map(tmp_path_factory) -> np.ndarray:
-    cache = tmp_path_factory.mktemp("cache")
-    return build_compressed_token_map(TOKENIZER, cache_dir=cache)[0]
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    return copy_tiny(tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

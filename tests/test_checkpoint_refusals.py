@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ from golden_checkpoint import (
     PARTS,
     SHARDS,
     TINY,
-    TOKENIZER,
-    copy_tiny,
     edit_json,
     name_of,
     rewrite,
@@ -23,18 +20,7 @@ from engram_jax.checkpoint_files import (
     INDEX_NAME,
     open_checkpoint,
 )
-from engram_jax.vocabulary import build_compressed_token_map, fingerprint
-
-
-@pytest.fixture(scope="module")
-def v41_token_map(tmp_path_factory) -> np.ndarray:
-    cache = tmp_path_factory.mktemp("cache")
-    return build_compressed_token_map(TOKENIZER, cache_dir=cache)[0]
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    return copy_tiny(tmp_path / "tiny")
+from engram_jax.vocabulary import fingerprint
 
 
 @pytest.mark.parametrize("part", PARTS)

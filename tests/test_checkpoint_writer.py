@@ -1,7 +1,6 @@
 """Saving checkpoints: the way back, whole or not at all."""
 
 import dataclasses
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ from golden_checkpoint import (
     SHARDS,
     TINY,
     TOKENIZER,
-    copy_tiny,
     golden_batch,
 )
 from small_stack import make_stack
@@ -29,18 +27,7 @@ from engram_jax.safetensors_file import (
     SafetensorsWriter,
     map_tensor,
 )
-from engram_jax.vocabulary import build_compressed_token_map, fingerprint
-
-
-@pytest.fixture(scope="module")
-def v41_token_map(tmp_path_factory) -> np.ndarray:
-    cache = tmp_path_factory.mktemp("cache")
-    return build_compressed_token_map(TOKENIZER, cache_dir=cache)[0]
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    return copy_tiny(tmp_path / "tiny")
+from engram_jax.vocabulary import fingerprint
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
