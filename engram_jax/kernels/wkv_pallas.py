@@ -131,8 +131,10 @@ def _product(rows, weight, scale, tokens, sizes: block_sizes.WkvSizes, interpret
                     range(warpgroups), range(2), range(0, scale_width, _COPY_MAX)
                 ):
                     part = pl.ds(start, min(_COPY_MAX, scale_width - start))
+                    # Traced, since JAX 0.12 refuses known slices past the end.
+                    source = pl.ds(start + 0 * r, part.size)
                     plgpu.copy_gmem_to_smem(
-                        scale_ref.at[(round_slab + w) * 2 + half, part],
+                        scale_ref.at[(round_slab + w) * 2 + half, source],
                         scales.at[turn, w, half, part],
                         scaled.at[turn],
                     )
