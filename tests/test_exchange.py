@@ -147,7 +147,7 @@ EXCHANGES = [
 def test_exchanges_bring_exact_rows_by_the_collectives_they_name(
     tables, shape, choices, expected
 ):
-    """PITFALLS 30 and 31. 13 tokens divide by none of the meshes but one of size 1."""
+    """Pitfall: odd shard counts, wide exchanges. 13 tokens divide by no mesh but 1."""
     sharding = EngramSharding.on(mesh(*shape), LAYOUT, **choices)
     ids = column_ids(LAYOUT, 13)
     rows, hlo = compile_fetch(sharding, tables, ids)
@@ -223,7 +223,7 @@ def test_batches_of_no_tokens_have_no_rows(tables):
 
 
 def test_a_replica_without_tokens_takes_part(tables):
-    """PITFALLS 28: its ids are all -1, and the others' rows come as ever."""
+    """Pitfall: its ids are all -1, and the others' rows come as ever."""
     ids = column_ids(LAYOUT, 8)
     ids = ids.at[2:4].set(-1)
     sharding = EngramSharding.on(mesh(1, 4), LAYOUT)
@@ -284,7 +284,7 @@ GRADIENTS = [
     ids=["-".join(map(str, (*s, *c.values()))) for s, c in GRADIENTS],
 )
 def test_float_tables_get_one_device_s_gradient_once(shape, choices):
-    """PITFALLS 32: not once per replica, and no part of it is lost."""
+    """Pitfall: not once per replica, and no part of it is lost."""
     floats = ranked_tables(LAYOUT, floats=True)
     ids = column_ids(LAYOUT, 13)
     factor = jnp.asarray(

@@ -74,7 +74,7 @@ def test_bytes_per_process_and_per_node():
     ],
 )
 def test_refusals_have_figures(placement, changes, message):
-    """PITFALLS 23, 24, 26."""
+    """Pitfall: memory runs out while loading; the plan refuses it with figures."""
     found = plan(placement, **changes)
     assert len(found.problems) == 1
     assert message in found.problems[0]
@@ -100,7 +100,7 @@ def test_first_placement_that_fits_is_chosen():
 
 
 def test_all_processes_choose_alike(monkeypatch):
-    """PITFALLS 24: one node's /dev/shm is full, the other's is not."""
+    """Pitfall: one node's /dev/shm is full, the other's is not."""
     monkeypatch.setattr(memory_plan.jax, "process_count", lambda: 2)
     monkeypatch.setattr(
         memory_plan.multihost_utils,

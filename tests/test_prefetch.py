@@ -172,7 +172,7 @@ def test_outputs_equal_the_direct_lookup(stacks, placement, tokens, unique):
 
 
 def test_200_random_batches_overlapped_equal_serial(stacks):
-    """PITFALLS 34: buffers are filled while steps that read others still run."""
+    """Pitfall: buffers are filled while steps that read others still run."""
     stack = stacks["pinned_host"]
 
     @jax.jit
@@ -251,7 +251,7 @@ def test_slot_cache_batches_come_through_the_stack(stacks):
 
 
 def test_layers_may_have_different_placements(stacks):
-    """PITFALLS 33: no side conditions."""
+    """Pitfall: no side conditions."""
     mixed = {
         1: stacks["device"].layers[1],
         3: stacks["mapped_file"].layers[3],
@@ -423,7 +423,7 @@ def test_closing_with_an_error_underway_leaves_no_thread(stacks):
     [(2, 1, AxisType.Auto), (2, 2, AxisType.Explicit), (1, 3, AxisType.Auto)],
 )
 def test_stacks_on_a_mesh(tmp_path, tp, dp, kind):
-    """PITFALLS 33: sharded tables, a token count that does not divide."""
+    """Pitfall: sharded tables, a token count that does not divide."""
     stack = with_storage(mesh_cases.stack24(), mapped(tmp_path))
     mesh = mesh_cases.mesh(tp, dp, kind)
     sharding = EngramSharding.on(mesh, stack.layout)

@@ -110,7 +110,7 @@ def test_a_model_gives_one_device_s_outputs(
     for name, count in collectives.items():
         assert found[name] >= count
     if not collectives:
-        assert not found  # PITFALLS: no collective for axes of size 1
+        assert not found  # no collective for axes of size 1
 
 
 def test_explicit_shardings_and_donated_hidden_states(expected):
@@ -246,7 +246,7 @@ def test_scan_over_microbatches_under_checkpoint(expected):
 
 
 def test_replicas_hash_their_own_batches_and_one_may_be_empty(expected):
-    """PITFALLS 28. Lengths 5, 0, 1 share a slot of 6."""
+    """Pitfall: a rank without tokens skips a collective. 5, 0, 1 share 6 slots."""
     one = stack24()
     stack = one.shard(EngramSharding.on(mesh(2, 3), one.layout))
     own = [
@@ -348,7 +348,7 @@ def one_device_gradients() -> list[np.ndarray]:
     ids=["-".join(map(str, (*s, *c.values()))) for s, c in TRAINED],
 )
 def test_gradients_of_a_stack_are_one_device_s(one_device_gradients, shape, choices):
-    """PITFALLS 32. Packed rows are constants; weights and streams are not."""
+    """Pitfall: gradients counted twice. Packed rows are constants, weights are not."""
     hidden = random_hidden(TOKENS, dtype=jnp.float32)
     sharding = EngramSharding.on(mesh(*shape), stack24().layout, **choices)
     got = stack_gradients(stack24().shard(sharding), hidden)

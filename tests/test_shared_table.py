@@ -212,7 +212,7 @@ sys.stdin.readline()
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_four_processes_hold_one_copy(tmp_path):
-    """PITFALLS 22: shared and own memory together, from /proc."""
+    """Pitfall: shared and own memory together, from /proc."""
     path = tmp_path / "table.safetensors"
     rows = 1_000_000
     tensors = {"weight": ("F8_E4M3", (rows, 256)), "scale": ("F8_E8M0", (rows, 8))}
@@ -264,7 +264,7 @@ def test_others_wait_until_the_table_is_whole(source, folder):
 
 
 def test_writer_killed_midway_leaves_nothing_that_looks_like_a_table(source, folder):
-    """PITFALLS 25: and one that waited fills it instead."""
+    """Pitfall: and one that waited fills it instead."""
     process = start_process(source)
     assert line_of(process) == "half"
     result: list[SharedHostTable] = []
@@ -372,7 +372,7 @@ def test_file_systems_without_unnamed_files(source, folder, monkeypatch):
 
 
 def test_too_little_shared_memory_is_told_with_figures(source, folder, monkeypatch):
-    """PITFALLS 23, 24."""
+    """Pitfall: out of memory while loading, or a small /dev/shm, without figures."""
     monkeypatch.setattr(shared_table, "shared_room", lambda _: 100_000)
     with pytest.raises(MemoryError, match=r"0\.000 GB are free in .*--shm-size"):
         open_table(source)

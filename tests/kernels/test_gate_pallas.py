@@ -77,7 +77,7 @@ def test_interpreted_kernel_is_near_float64(
 
 @pytest.mark.parametrize("sizes", [ONE_EACH, RINGS[0]])
 def test_shut_tokens_keep_their_bits_whatever_lies_in_kv(sizes):
-    """PITFALLS 8: a choice, not a product with zero; NaN and infinity stay out."""
+    """Pitfall: a choice, not a product with zero; NaN and infinity stay out."""
     operands = make_operands(4, 2, 256, jnp.bfloat16)
     operands[0] = operands[0].at[1, 0, 3].set(-0.0).at[2, 1, 5].set(jnp.nan)
     operands[1] = operands[1].at[1].set(jnp.nan).at[2].set(jnp.inf)

@@ -73,7 +73,7 @@ def assert_same_rows(actual, expected):
 
 
 def test_all_byte_pairs_decode_as_the_format_says():
-    """PITFALLS 18: NaN codes, scale bytes 0 and 255, subnormals, -0."""
+    """Pitfall: NaN codes, scale bytes 0 and 255, subnormals, -0."""
     values, scales = np.meshgrid(np.arange(256), np.arange(256), indexing="ij")
     word = Word(values.reshape(-1) * 0x01010101)
     scale = mosaic_pallas.e8m0_pair(Word(scales.reshape(-1)))
@@ -174,7 +174,7 @@ def operands(rows, width, n, **kind):
     [(384_006_168, 256, 98_304), (384_006_168, 256, 24), (1000, 96, 7), (0, 32, 3)],
 )
 def test_compiles_for_hopper(rows, width, n, packed):
-    """PITFALLS 20, 21: a table of over 2**31 values, and no copy of it."""
+    """Pitfall: a table of over 2**31 values, and no copy of it."""
     function = functools.partial(lookup_pallas.lookup_pallas, packed=packed)
     compiled = aot.compile_for_hopper(function, *operands(rows, width, n))
     assert aot.temporary_bytes(compiled) == 0
@@ -267,7 +267,7 @@ def test_kernel_reads_pinned_host_memory(packed):
 
 @pytest.mark.gpu
 def test_kernel_reads_a_table_of_more_than_2_31_values():
-    """PITFALLS 20: offsets of values and scales overflow int32, at D = 512."""
+    """Pitfall: offsets of values and scales overflow int32, at D = 512."""
     rows = 2**23
 
     @jax.jit  # makes the bytes without a wider copy

@@ -95,7 +95,7 @@ def test_inline_code_takes_every_layout(monkeypatch, sizes, tokens_per_thread):
 
 @pytest.mark.parametrize("smallest", [2, 4093, 2**31 - 2000])
 def test_inline_code_takes_primes_of_every_size(monkeypatch, smallest):
-    """PITFALLS 9: the smallest primes, and the largest that int32 rows allow."""
+    """Pitfall: the smallest primes, and the largest that int32 rows allow."""
     layout = make_layout(1, 2, 1, smallest=smallest)
     batch = random_batch(5, 40, 3, 2)
     actual = simulate_hash(monkeypatch, batch, layout)

@@ -50,7 +50,7 @@ def halves(word: Word) -> np.ndarray:
 
 @pytest.mark.parametrize("any_scale", [False, True])
 def test_all_byte_pairs_decode_as_the_format_says(any_scale):
-    """PITFALLS 18: scale bytes 0 and 255, subnormals; NaN codes are the marks' part."""
+    """Pitfall: scale bytes 0 and 255, subnormals; NaN codes are the marks' part."""
     codes = np.array([c for c in range(256) if c not in NAN_CODES])
     largest = 255 if any_scale else 134
     values, scales = np.meshgrid(codes, np.arange(largest + 1), indexing="ij")
@@ -225,7 +225,7 @@ def aot_operands(tokens, height, width):
 
 @pytest.mark.parametrize("tokens", [1, 16, 24, 64, 100])
 def test_compiles_at_the_published_size_without_a_copy_of_the_weight(tokens):
-    """PITFALLS 21: the weight has 157 MB; permuted rows have at most 1.3."""
+    """Pitfall: the weight has 157 MB; permuted rows have at most 1.3."""
     operands = aot_operands(tokens, 25_600, 6144)
     compiled = aot.compile_for_hopper(wkv_pallas.wkv_pallas, *operands)
     assert aot.temporary_bytes(compiled) < 2 * 2**20
