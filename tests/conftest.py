@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -32,6 +33,10 @@ hypothesis.settings.load_profile("engram")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the platform before anything starts a backend."""
+    # A shell's background jobs ignore Ctrl-C and pass that on; the programs that tests
+    # interrupt must not inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     wants_gpu = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or "")
     if not wants_gpu:
         jax.config.update("jax_platforms", "cpu")
