@@ -156,7 +156,8 @@ def plan_memory(
         problems.append(
             f'placement="{placement}" takes {gigabytes(process)} of pinned memory, but '
             f"JAX's pool is limited to {room.pinned >> 30} GiB. Set "
-            f"{PINNED_POOL_VARIABLE} before JAX starts."
+            f"{PINNED_POOL_VARIABLE} before JAX starts, or use "
+            'placement="shared_host" with EngramPrefetch, which needs no such memory.'
         )
     compare(
         processes * process + missing,

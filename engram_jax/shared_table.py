@@ -256,7 +256,8 @@ def _locked(table: Path, *, wait: bool = True) -> Iterator[bool]:
     path = table.with_suffix(".lock")
     told = False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -291,7 +292,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 def _open_whole(path: Path, header: bytes, size: int) -> int | None:
     """Open a table that is there, or give None; call it with the lock held."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     status = os.fstat(descriptor)
