@@ -156,6 +156,29 @@ def test_hidden_states_stay_where_their_tokens_are(kind):
     assert_one_rounding(output, model(one, hidden, batch))
 
 
+@pytest.mark.parametrize("second", [AxisType.Auto, AxisType.Explicit])
+def test_a_users_other_axes_stay_as_they_are(second):
+    """Hidden states cut by width over an axis of the user's come back so; with x64."""
+    kinds = (AxisType.Explicit, second, AxisType.Explicit)
+    devices = jax.make_mesh((2, 2, 2), ("width", "tp", "dp"), kinds)
+    one = stack24()
+    stack = one.shard(EngramSharding.on(devices, one.layout))
+    batch = {
+        "input_ids": random_ids(8),
+        "positions": np.arange(8, dtype=np.int32),
+        "query_start_loc": np.array([0, 8], np.int32),
+    }
+    place = NamedSharding(devices, P("dp", None, "width"))
+    hidden = jax.device_put(random_hidden(8), place)
+    graph, state = nnx.split(stack)
+    with jax.enable_x64(True), jax.set_mesh(devices):
+        run = jax.jit(lambda state, *args: model(nnx.merge(graph, state), *args))
+        output = run(state, hidden, batch)
+    assert output.sharding.is_equivalent_to(place, 3)
+    assert output.dtype == jnp.bfloat16
+    assert_one_rounding(output, model(one, random_hidden(8), batch))
+
+
 def test_layers_work_alone_and_eagerly(expected):
     """Without `batch`, a layer fetches its own rows; gates can be looked at."""
     one = stack24()
