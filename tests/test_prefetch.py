@@ -128,7 +128,8 @@ def direct_rows(stack, hashes) -> list[np.ndarray]:
         parts = storage_parts(layer.embedding.storage)
         table = np.concatenate([np.asarray(x[...]).view(np.uint8) for x in parts], 1)
         ids = np.asarray(hashes)[:, index]
-        rows.append(np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0))
+        inside = (ids >= 0) & (ids < len(table))
+        rows.append(np.where(inside[..., None], table[np.where(inside, ids, 0)], 0))
     return rows
 
 
@@ -171,7 +172,8 @@ def test_outputs_equal_the_direct_lookup(stacks, placement, tokens, unique):
         same(step(hidden, from_hashes.result()), expected)
 
 
-def test_200_random_batches_overlapped_equal_serial(stacks):
+@pytest.mark.parametrize("options", [{}, {"hot_rows": 100 * 2 * 33}], ids=str)
+def test_200_random_batches_overlapped_equal_serial(stacks, options):
     """Pitfall: buffers are filled while steps that read others still run."""
     stack = stacks["pinned_host"]
 
@@ -185,21 +187,20 @@ def test_200_random_batches_overlapped_equal_serial(stacks):
 
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(160, 160)), jnp.float32)
-    rows = [900, 1000]
-    batches = [
-        np.stack(
-            [rng.integers(-1, n, (t, stack.layout.n_hash_cols)) for n in rows], axis=1
-        )
-        for t in rng.choice([3, 40, 41, 160], 200)
-    ]
+    batches = []
+    for tokens in rng.choice([3, 40, 41, 160], 200):
+        # Small ids are frequent, and some are outside the smaller table.
+        some = 950 * rng.random((tokens, 2, stack.layout.n_hash_cols)) ** 3
+        batches.append(some.astype(np.int32) - 1)
     results = []
-    with EngramPrefetch(stack, threads=2, unique=None) as prefetch:
+    with EngramPrefetch(stack, threads=2, **options) as prefetch:
         pending = prefetch.start(batches[0])
         for following in [*batches[1:], None]:
             batch = pending.result()
             if following is not None:
                 pending = prefetch.start(following)
             results.append(step(batch, weight))  # not waited for
+        assert bool(options) == (prefetch.counters.hits > 1000)
     for hashes, layers in zip(batches, results, strict=True):
         for actual, wanted in zip(layers, direct_rows(stack, hashes), strict=True):
             np.testing.assert_array_equal(np.asarray(actual), wanted)
