@@ -102,7 +102,9 @@ def load_engram(
       ValueError: Anything in the checkpoint or the tokenizer does not fit; the
         message names it.
     """
-    placements = (placement,) if isinstance(placement, str) else tuple(placement)
+    placements: tuple[Any, ...] = (
+        tuple(placement) if isinstance(placement, list | tuple) else (placement,)
+    )
     if not placements or not set(placements) <= set(get_args(Placement)):
         listed = ", ".join(map(repr, get_args(Placement)))
         raise ValueError(

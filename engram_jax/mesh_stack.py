@@ -189,12 +189,14 @@ def state_shardings(sharding: EngramSharding, module: nnx.Module) -> Any:
 def _narrow(name: str, values: Any) -> Any:
     if values.dtype in (np.bool_, np.int32):
         return values
+    # A lookback id that does not fit is a dead token, where -1 would be an unknown one.
+    outside = -2 if name == "lookback_token_ids" else -1
     if isinstance(values, jax.Array) or values.dtype.kind not in "iu":
-        return kernels.narrow_ids(values, name)
+        return kernels.narrow_ids(values, name, outside=outside)
     # A NumPy array stays one: the same in every process, it is put everywhere.
     limits = np.iinfo(np.int32)
     fits = (values >= limits.min) & (values <= limits.max)
-    return np.where(fits, values, -1).astype(np.int32)
+    return np.where(fits, values, outside).astype(np.int32)
 
 
 def _check_values(hash_state, known, by_replica) -> None:

@@ -338,6 +338,11 @@ class EngramStack(nnx.Module):
             return layer(hidden_states, hash_ids, batch.token_mask)
         if isinstance(rows, StagedRows):
             rows = rows.packed()
+            if layer.wkv_scale is None and batch.token_mask is not None:
+                # As in `Engram.__call__`: a shut token's NaN would reach the gradient.
+                padding = (0, rows.shape[0] - batch.token_mask.shape[0])
+                shut = jnp.pad(~batch.token_mask, padding)[:, None, None]
+                rows = jnp.where(shut, jnp.uint8(0), rows)
         return layer.gate(hidden_states, layer.project(rows), batch.token_mask)
 
     def hash_ids(self, layer_id: int, batch: EngramBatch) -> Int32[Array, "T C"]:

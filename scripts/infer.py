@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped; nothing was left behind.", file=sys.stderr)
         return 130
-    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+    except (OSError, TypeError, ValueError, MemoryError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

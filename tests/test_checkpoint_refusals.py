@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -282,7 +281,8 @@ def test_token_map_beyond_int32_is_refused_and_not_cut(v41_token_map, wrong):
         load_engram(TINY, tokenizer=token_map)
 
 
-def test_unknown_placement_is_refused(v41_token_map):
-    wrong: Any = "gpu"
-    with pytest.raises(Exception, match="placement"):
+@pytest.mark.parametrize("wrong", ["gpu", None, (), ("device", "gpu")])
+@pytest.mark.usefixtures("library_errors")
+def test_unknown_placement_is_refused(v41_token_map, wrong):
+    with pytest.raises(ValueError, match=r"placement is .*; it must be one of"):
         load_engram(TINY, tokenizer=v41_token_map, placement=wrong)

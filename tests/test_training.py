@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from small_stack import CONFIG, make_stack, random_hidden, random_ids
 from tolerances import assert_within
 
-from engram_jax import Constant, ParallelEngramEmbedding, kernels
+from engram_jax import Constant, EngramBatch, ParallelEngramEmbedding, kernels
+from engram_jax.staged_rows import StagedRows
 
 TOKENS, STEPS = 24, 30
 
@@ -111,7 +113,8 @@ def test_a_bfloat16_projection_has_the_gradient_of_its_float32_product():
     assert_within("gradient_bfloat16", d_weight, cotangent.T @ as_float[0], magnitude)
 
 
-def test_a_nan_row_of_a_dead_token_reaches_no_gradient():
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_nan_row_of_a_dead_token_reaches_no_gradient(prefetched):
     """Pitfall: the gate selects, but a weight's gradient sums over all tokens."""
     stack = make_stack()
     layer = stack.layers[1]
@@ -122,6 +125,11 @@ def test_a_nan_row_of_a_dead_token_reaches_no_gradient():
     rows = np.asarray(batch.hash_ids[:, 0])
     (only_there,) = set(rows[5].tolist()[:1]) - set(rows[~dead].ravel().tolist())
     layer.embedding.scale[...] = layer.embedding.scale[...].at[only_there].set(255)
+
+    if prefetched:
+        packed = layer.embedding.lookup_packed(batch.hash_ids[:, 0])
+        staged = (StagedRows((packed,)), None)
+        batch = EngramBatch(batch.hash_ids, batch.token_mask, staged)
 
     def loss(stack):
         out = stack(1, random_hidden(TOKENS), batch)
