@@ -81,7 +81,7 @@ def kernel_times(
     return times
 
 
-def _result(operation, variant, tokens, times, size=None) -> Result:
+def kernel_result(operation, variant, tokens, times, size=None) -> Result:
     """Make a result of times in microseconds, and the bytes that each moves."""
     us = statistics.median(times)
     detail = {"operation": operation, "variant": variant, "tokens": tokens}
@@ -154,7 +154,7 @@ def copy_suite() -> Iterator[Result]:
     """Measure the card's own copy: what memory-bound kernels can reach."""
     calls = [(jax.random.normal(key, (1 << 28,)),) for key in _keys(0, 3)]
     times = kernel_times(lambda x: x + 1, calls)
-    yield _result("copy", "xla", 0, times, 2 * calls[0][0].nbytes)
+    yield kernel_result("copy", "xla", 0, times, 2 * calls[0][0].nbytes)
 
 
 def _hash_batch(tokens: int, seed: int) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def hash_suite() -> Iterator[Result]:
         )
         for variant, function in run.items():
             times = _times(variant, function, calls)
-            yield _result("hash", variant, tokens, times)
+            yield kernel_result("hash", variant, tokens, times)
 
 
 def lookup_suite() -> Iterator[Result]:
@@ -220,7 +220,7 @@ def lookup_suite() -> Iterator[Result]:
             size = rows * (ROW_BYTES + written + 4)
             for variant, form in run.items():
                 times = _times(variant, form, calls)
-                yield _result(name, variant, tokens, times, size)
+                yield kernel_result(name, variant, tokens, times, size)
 
 
 def gate_suite() -> Iterator[Result]:
@@ -246,7 +246,7 @@ def gate_suite() -> Iterator[Result]:
         size = tokens * (3 * STREAMS + 1) * WIDTH * 2
         for variant, function in run.items():
             times = _times(variant, function, calls)
-            yield _result("gate", variant, tokens, times, size)
+            yield kernel_result("gate", variant, tokens, times, size)
 
 
 def wkv_suite() -> Iterator[Result]:
@@ -286,7 +286,9 @@ def wkv_suite() -> Iterator[Result]:
             )
             forms["ordered"] = kernels.wkv, ordered
         for variant, (function, operands) in forms.items():
-            yield _result("wkv", variant, tokens, kernel_times(function, operands))
+            yield kernel_result(
+                "wkv", variant, tokens, kernel_times(function, operands)
+            )
 
 
 def make_stack(rows: int = TABLE_ROWS) -> engram_jax.EngramStack:
@@ -368,7 +370,7 @@ def step_suite() -> Iterator[Result]:
         # Operands, not captured arrays: those would become constants of the program.
         calls = [(state, *start(), ids, positions) for ids in draws[:2]]
         times = kernel_times(step, calls)
-        yield _result("decode_kernels", "auto", tokens, times)
+        yield kernel_result("decode_kernels", "auto", tokens, times)
         compiled = jax.jit(step, donate_argnums=1)  # windows are a few bytes
         carry = compiled(state, *start(), draws[0], positions)
         walls = []
@@ -379,7 +381,7 @@ def step_suite() -> Iterator[Result]:
                 carry = compiled(state, *carry, draws[i % 4], positions)
             jax.block_until_ready(carry)
             walls.append((time.perf_counter() - begin) * 1e6 / 100)
-        yield _result("decode_async", "auto", tokens, walls)
+        yield kernel_result("decode_async", "auto", tokens, walls)
 
     tokens = 4096
     batches = jax.device_put([_hash_batch(tokens, i) for i in range(2)])
@@ -409,7 +411,7 @@ def step_suite() -> Iterator[Result]:
         times = kernel_times(
             function, [(state, hidden, batch, *more) for batch in batches]
         )
-        yield _result(name, "auto", tokens, times)
+        yield kernel_result(name, "auto", tokens, times)
 
 
 SUITES = {
@@ -420,113 +422,3 @@ SUITES = {
     "wkv": wkv_suite,
     "step": step_suite,
 }
-
-
-def compare(
-    results: list[Result], peers: dict[str, dict[str, dict[str, float]]]
-) -> Iterator[Result]:
-    """Judge a run against other implementations, measured on the same card.
-
-    Args:
-        results: of the suites.
-        peers: microseconds by operation ("hash", "lookup", "gate", "wkv_bf16"),
-            implementation ("vllm", "sglang", "cublas") and T as a string.
-
-    Yields:
-        The peers' times; ratios to them and shares of the card's copy rate, each with
-        what is required of it.
-    """
-    for operation, by_peer in peers.items():
-        for who, by_tokens in by_peer.items():
-            if operation != "copy":
-                for tokens, time_us in by_tokens.items():
-                    name = {"wkv_bf16": "wkv"}.get(operation, operation)
-                    yield _result(name, who, int(tokens), [time_us])
-    times = {
-        (r.detail["operation"], r.detail["variant"], r.detail["tokens"]): r
-        for r in results
-    }
-
-    def us(operation, variant, tokens):
-        found = times.get((operation, variant, tokens))
-        return None if found is None else found.value
-
-    def ratio(name, own, other, limit=None):
-        if own is not None and other is not None:
-            yield Result("peers", name, own / other, "x", at_most=limit)
-
-    def peer(operation, who, tokens):
-        return peers.get(operation, {}).get(who, {}).get(str(tokens))
-
-    copy = times.get(("copy", "xla", 0))
-
-    def share_of_copy(operation, tokens, least):
-        found = times.get((operation, "pallas", tokens))
-        if copy is not None and found is not None:
-            share = found.detail["GB/s"] / copy.detail["GB/s"]
-            name = f"{operation}: share of the copy rate, T = {tokens}"
-            yield Result("peers", name, share, "x", at_least=least)
-
-    for tokens in TOKENS:
-        at = f", T = {tokens}"
-        hashed, read = (us(n, "pallas", tokens) for n in ("hash", "lookup"))
-        yield from ratio(f"hash / vLLM{at}", hashed, peer("hash", "vllm", tokens), 0.8)
-        to_sglang = 1.0 if tokens <= 64 else None
-        to_vllm = {512: 0.40, 4096: 0.30, 16384: 0.30}.get(tokens)
-        for who, limit in (("sglang", to_sglang), ("vllm", to_vllm)):
-            other = peer("lookup", who, tokens)
-            yield from ratio(f"lookup / {who}{at}", read, other, limit)
-        if tokens >= 4096:
-            yield from share_of_copy("lookup", tokens, 0.75)
-        limit = 0.8 if tokens == 4096 else None
-        packed = us("lookup_packed", "pallas", tokens)
-        yield from ratio(f"lookup_packed / lookup{at}", packed, read, limit)
-    for tokens in PROJECTED_TOKENS:
-        at = f", T = {tokens}"
-        limit = 0.57 if tokens <= 16 else 0.70 if tokens <= 64 else 1.03
-        cublas = peer("wkv_bf16", "cublas", tokens) or us("wkv", "library", tokens)
-        for variant in ("auto", "ordered"):
-            # Few tokens' rows come in order; the time to order others is shown, too.
-            judged = variant == "ordered" or tokens > 64
-            yield from ratio(
-                f"wkv ({variant}) / cuBLAS bfloat16{at}",
-                us("wkv", variant, tokens),
-                cublas,
-                limit if judged else None,
-            )
-    for tokens in GATED_TOKENS:
-        gate = us("gate", "pallas", tokens)
-        other = peer("gate", "sglang", tokens)
-        yield from ratio(f"gate / SGLang, T = {tokens}", gate, other, 1.0)
-        if tokens >= 4096:
-            yield from share_of_copy("gate", tokens, 0.95)
-    for tokens in (1, 16):
-        step = us("decode_async", "auto", tokens)
-        alone = us("decode_kernels", "auto", tokens)
-        name = f"decode step, asynchronous loop / its kernels, T = {tokens}"
-        yield from ratio(name, step, alone, 1.10)
-        if step is not None:
-            name = f"decode step, asynchronous loop, T = {tokens}"
-            yield Result("peers", name, step, "us", at_most=110.0)
-    best = [
-        min(peers.get(op, {}).get(who, {}).get("4096", float("nan")) for who in whose)
-        for op, whose in (
-            ("hash", ("vllm", "sglang")),
-            ("lookup", ("vllm", "sglang")),
-            ("gate", ("vllm", "sglang")),
-            ("wkv_bf16", ("cublas",)),
-        )
-    ]
-    without = best[0] + 2 * best[1] + 2 * best[2]
-    yield from ratio(
-        "hash, rows and gate of two layers / best of each peer, T = 4096",
-        us("prefill_without_projection", "auto", 4096),
-        without,
-        0.80,
-    )
-    yield from ratio(
-        "hash to output of two layers / best of each peer and cuBLAS, T = 4096",
-        us("prefill", "auto", 4096),
-        without + 2 * best[3],
-        0.98,
-    )

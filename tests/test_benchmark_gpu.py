@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import benchmark_gpu as gpu
 import benchmark_record
 import matplotlib as mpl
 import plot_benchmark
 import pytest
+from benchmark_peers import compare
 
 mpl.use("agg")
 
-gpu = pytest.importorskip(
-    "benchmark_gpu", reason="Pallas' GPU profiler is not in this JAX"
-)
 
 PEERS = {
     "copy": {"GB/s": {"0": 4000.0}},
@@ -23,11 +22,11 @@ PEERS = {
 
 
 def result(operation, variant, tokens, us, size=None):
-    return gpu._result(operation, variant, tokens, [us], size)
+    return gpu.kernel_result(operation, variant, tokens, [us], size)
 
 
 def verdicts(*results):
-    return {r.name: r for r in gpu.compare(list(results), PEERS)}
+    return {r.name: r for r in compare(list(results), PEERS)}
 
 
 def test_ratios_are_judged():
