@@ -12,7 +12,7 @@ from .checkpoint_files import Placement
 from .config import QUANT_BLOCK, EngramConfig
 from .layout import EngramLayout
 from .sharding import DATA_AXIS, TENSOR_AXIS, EngramSharding
-from .shards import Cut, Exchange, RowFormat, exchanges_of
+from .shards import Cut, Exchange, IdsExchange, RowFormat, exchanges_of
 
 _ID_BYTES = 4
 _KV_BYTES = 2
@@ -303,7 +303,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cut", choices=get_args(Cut))
     add("--exchange", choices=get_args(Exchange))
     add("--row-format", default="packed", choices=get_args(RowFormat))
+    add("--ids-exchange", choices=get_args(IdsExchange))
     add("--sequence-parallel", action="store_true")
+    add("--whole-projection", action="store_true", help="wkv whole on every device")
     add("--json", action="store_true", help="for programs")
 
 
@@ -334,7 +336,9 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             cut=options.cut,
             exchange=options.exchange,
             row_format=options.row_format,
+            ids_exchange=options.ids_exchange,
             sequence_parallel=options.sequence_parallel,
+            shard_projection=False if options.whole_projection else None,
         )
     except (OSError, TypeError, ValueError) as error:
         return f"error: {error}", 1

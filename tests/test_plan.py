@@ -146,6 +146,9 @@ def test_command_prints_text_and_json(v41, tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["shards"] == 8
     assert plan["reasons"]["exchange"]
+    whole = ["--tp", "2", "--whole-projection", "--ids-exchange", "all_gather"]
+    assert main(["plan", str(path), *whole]) == 0
+    assert "kv " not in capsys.readouterr().out
     assert main(["plan", str(path)]) == 0
     assert "nothing travels" in capsys.readouterr().out
 
