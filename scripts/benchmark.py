@@ -62,8 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    module = importlib.import_module(DEVICES[options.device])
-    suites = module.SUITES
+    suites = importlib.import_module(DEVICES[options.device]).SUITES
     chosen = options.suites or list(suites)
     if unknown := [name for name in chosen if name not in suites]:
         print(
