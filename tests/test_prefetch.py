@@ -172,10 +172,8 @@ def test_outputs_equal_the_direct_lookup(stacks, placement, tokens, unique):
         same(step(hidden, from_hashes.result()), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"hot_rows": 100 * 2 * 33}], ids=str)
-def test_200_random_batches_overlapped_equal_serial(stacks, options):
-    """Pitfall: buffers are filled while steps that read others still run."""
-    stack = stacks["pinned_host"]
+def check_overlapped(stack, count: int, **options) -> None:
+    """Fetches batches while steps that read others still run, and compares them all."""
 
     @jax.jit
     def step(batch, weight):
@@ -188,22 +186,48 @@ def test_200_random_batches_overlapped_equal_serial(stacks, options):
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(160, 160)), jnp.float32)
     batches = []
-    for tokens in rng.choice([3, 40, 41, 160], 200):
+    for tokens in rng.choice([3, 40, 41, 160], count):
         # Small ids are frequent, and some are outside the smaller table.
         some = 950 * rng.random((tokens, 2, stack.layout.n_hash_cols)) ** 3
         batches.append(some.astype(np.int32) - 1)
     results = []
-    with EngramPrefetch(stack, threads=2, **options) as prefetch:
+    with EngramPrefetch(stack, threads=2, direct_tokens=0, **options) as prefetch:
         pending = prefetch.start(batches[0])
         for following in [*batches[1:], None]:
             batch = pending.result()
             if following is not None:
                 pending = prefetch.start(following)
             results.append(step(batch, weight))  # not waited for
-        assert bool(options) == (prefetch.counters.hits > 1000)
+        assert ("hot_rows" in options) == (prefetch.counters.hits > 5 * count)
     for hashes, layers in zip(batches, results, strict=True):
         for actual, wanted in zip(layers, direct_rows(stack, hashes), strict=True):
             np.testing.assert_array_equal(np.asarray(actual), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"hot_rows": 100 * 2 * 33}], ids=str)
+def test_200_random_batches_overlapped_equal_serial(stacks, options):
+    """Pitfall: overlapped and serial runs differ."""
+    check_overlapped(stacks["pinned_host"], 200, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"hot_rows": 100 * 2 * 33}, {"early_copies": 3}], ids=str
+)
+def test_overlapped_batches_on_a_gpu(stacks, options):
+    check_overlapped(stacks["pinned_host"], 60, **options)
+
+
+@pytest.mark.gpu
+def test_few_tokens_are_read_by_the_gpu_itself(stacks):
+    stack = stacks["pinned_host"]
+    step, hash_batch = make_step(stack)
+    arguments = random_batch(7, 1)
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        batch = prefetch.start(**arguments).result()
+        assert batch.rows is None
+        hidden = random_hidden(7)
+        same(step(hidden, batch), step(hidden, hash_batch(arguments)))
 
 
 def test_cached_rows_equal_direct_ones_while_rows_come_and_go(stacks):
