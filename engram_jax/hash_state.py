@@ -472,18 +472,12 @@ class NgramHashState(nnx.Module):
         from_chunk = place >= 0
         token = jnp.where(from_chunk, starts[:-1, None] + place, 0)
         column = jnp.where(from_chunk, 0, -1 - place)
-        compressed = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
+        chunk = compressed_or_dead(input_ids, dead_mask, self.token_map[...])
+        old_ids = jnp.take_along_axis(windows, column, axis=1)
+        old_dead = jnp.take_along_axis(dead, column, axis=1)
         return (
-            jnp.where(
-                from_chunk,
-                input_ids[token],
-                jnp.take_along_axis(windows, column, axis=1),
-            ),
-            jnp.where(
-                from_chunk,
-                (compressed < 0)[token],
-                jnp.take_along_axis(dead, column, axis=1),
-            ),
+            jnp.where(from_chunk, input_ids[token], old_ids),
+            jnp.where(from_chunk, (chunk < 0)[token], old_dead),
         )
 
     def _as_window(self, token_ids, requests):
