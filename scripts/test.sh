@@ -8,6 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 use_environment test
 
 if [ $# -eq 0 ]; then
-    set -- --numprocesses 2 --quiet
+    set -- --numprocesses 2 --dist loadfile --quiet
 fi
 exec "$VENV_PYTHON" -m pytest "$@"
