@@ -213,7 +213,7 @@ def test_imports_go_down():
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
 def test_files_are_short_and_named_for_what_they_do(path):
-    """At most 500 lines each; nothing is called utils, common, helpers or misc."""
+    """Fewer than 500 lines each; nothing is called utils, common, helpers or misc."""
     assert len(path.read_text().splitlines()) < 500
     assert not re.search(r"util|common|helper|misc", path.stem)
 
