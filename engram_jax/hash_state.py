@@ -144,7 +144,8 @@ class NgramHashState(nnx.Module):
 
         Args:
             input_ids: raw token ids. -1, and inside jit any id outside the vocabulary,
-                is a dead token.
+                is a dead token. JAX itself narrows NumPy's int64 on the way into jit,
+                unless x64 is on; `pad_batch` refuses ids that this would change.
             positions: each token's place in its request, from 0.
             query_start_loc: where each request's tokens start, and the end of the last;
                 tokens past that are padding and may hold anything.
