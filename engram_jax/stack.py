@@ -181,6 +181,7 @@ class EngramStack(nnx.Module):
             hashed = hash_on_mesh(self.sharding, self.hash_state, arguments)
             return self._fetch(self.sharding, *hashed)
         operands = self.hash_state.operands(**arguments)
+        # Where the fused kernel runs nothing reads these, and jit leaves them out.
         hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
         fused = self._fused_rows(operands)
         if fused is not None:
