@@ -28,6 +28,7 @@ from .mosaic_pallas import (
     decode_e4m3,
     e8m0_pair,
     load,
+    pick,
     remainder,
     store,
     thread_index,
@@ -81,13 +82,6 @@ def unsupported_reason(
     return layout_reason(layout, pad_id)
 
 
-def _pick(layer: Word, values: Sequence[Word]) -> Word:
-    picked = values[0]
-    for number, value in enumerate(values[1:], start=1):
-        picked = layer.compare("eq", number).select(value, picked)
-    return picked
-
-
 def _find_row(
     refs: Refs, batch: Batch, layout: EngramLayout, layer: Word, token: Word, col: Word
 ) -> tuple[Word, Predicate]:
@@ -124,11 +118,11 @@ def _move_piece(
     is_first = layer.compare("eq", 0) & col.compare("eq", 0) & part.compare("eq", 0)
     mask = address(refs["alive"]) + token.widen()
     store(mask, [alive.select(Word.of(1), 0)], width=8, only_if=exists & is_first)
-    inside = exists & row.compare("ult", _pick(layer, [Word.of(r) for r in rows]))
+    inside = exists & row.compare("ult", pick(layer, [Word.of(r) for r in rows]))
 
     # Part (64-block, b) holds the words a = 0 to 3 at byte 16 a + 4 b of its block.
     weight, scale, out = (
-        _pick(layer, [address(ref) for ref in refs_of])
+        pick(layer, [address(ref) for ref in refs_of])
         for refs_of in zip(*tables, strict=True)
     )
     block, b = part // 4, part % 4

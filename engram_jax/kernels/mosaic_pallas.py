@@ -145,6 +145,14 @@ class Predicate:
         return Word(arith.select(self.value, kind._other(yes), kind._other(no)))
 
 
+def pick(index: Word, values: Sequence[Word]) -> Word:
+    """Give ``values[index]`` by comparing with each number: for a few values."""
+    picked = values[0]
+    for number, value in enumerate(values[1:], start=1):
+        picked = index.compare("eq", number).select(value, picked)
+    return picked
+
+
 # ---- numbers -------------------------------------------------------------------------
 
 
