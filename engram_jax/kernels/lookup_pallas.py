@@ -14,7 +14,7 @@ The interpreter does not run such code; the bit arithmetic is tested apart from 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from .mosaic_pallas import (
 INTERPRET_REASON = "it reads memory per thread, which the interpreter cannot do"
 
 _BLOCK = 32  # values that share a scale
+_NAN_VALUE, _NAN_SCALE = 0x7F, 255  # bytes that stand for NaN
 _PIECE = 8  # values, or bytes of a packed row, that a thread moves at a time
 # Pieces that a thread reads before it uses the first. On an H200, rows of 256: one is
 # enough for a few rows, which are better spread over the whole card; 98,304 rows take
@@ -45,14 +46,59 @@ _MANY_ROWS, _IN_FLIGHT, _IN_FLIGHT_PACKED = 4096, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    rows_in_table: int
-    width: int  # D
-    rows: int  # n
+class Sizes:
+    """Say how many rows come out, and how wide they are.
+
+    Attributes:
+      width: Values of a row, D.
+      rows: Rows of the output.
+    """
+
+    width: int
+    rows: int
 
     @property
     def scales(self) -> int:
+        """Count the scales of a row."""
         return self.width // _BLOCK
+
+    def out_type(self, packed: bool) -> jax.ShapeDtypeStruct:
+        """Give the type of the output: [rows, D] bfloat16, or D + D/32 bytes."""
+        if packed:
+            return jax.ShapeDtypeStruct((self.rows, self.width + self.scales), "uint8")
+        return jax.ShapeDtypeStruct((self.rows, self.width), jnp.bfloat16)
+
+    def pieces(self, packed: bool) -> int:
+        """Count the pieces of the output, which threads share out."""
+        if not packed:
+            return self.rows * self.width // _PIECE
+        unit = math.gcd(_PIECE, self.scales)
+        return self.rows * (self.width + self.scales) // unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Say where an output row's bytes lie.
+
+    Attributes:
+      values: Address of its first value.
+      scales: Address of its first scale.
+      inside: Whether there is such a row; else no memory is touched, and it is zeros.
+      is_nan: Whether the row is NaN although no memory is touched for it; None: never.
+    """
+
+    values: Word
+    scales: Word
+    inside: Predicate
+    is_nan: Predicate | None = None
+
+    def or_nan(self, word: Word, nan: Word) -> Word:
+        """Give the word that was read, or `nan` for a row that is NaN."""
+        return word if self.is_nan is None else self.is_nan.select(nan, word)
+
+
+Locate = Callable[[Word, Predicate], Place]
+"""Finds the place of an output row, by its number and whether it exists."""
 
 
 def unsupported_reason(
@@ -76,10 +122,15 @@ def unsupported_reason(
     return None
 
 
-def _local_row(
-    refs: Mapping[str, Any], row: Word, exists: Predicate, sizes: _Sizes
-) -> tuple[Word, Predicate]:
-    """Give an output row's row in the table (64 bits), and whether there is one."""
+def local_row(
+    refs: Mapping[str, Any],
+    row: Word,
+    exists: Predicate,
+    *,
+    rows_in_table: int,
+    sizes: Sizes,
+) -> Place:
+    """Find an output row in the one table that there is."""
     (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
     (start,), (end,) = load(address(refs["start"])), load(address(refs["end"]))
     local = id_ - start
@@ -87,36 +138,52 @@ def _local_row(
         exists
         & id_.compare("sge", start)
         & id_.compare("slt", end)
-        & local.compare("ult", sizes.rows_in_table)  # whatever the window says
+        & local.compare("ult", rows_in_table)  # whatever the window says
     )
-    return local.widen(), inside
+    values = address(refs["weight"]) + local.widen() * sizes.width
+    return Place(values, address(refs["scale"]) + local.widen() * sizes.scales, inside)
 
 
-def _dequantize(refs: Mapping[str, Any], pieces: list[Word], sizes: _Sizes) -> None:
+def dequantize(locate: Locate, out: Word, pieces: Sequence[Word], sizes: Sizes) -> None:
+    """Write pieces of the output in bfloat16.
+
+    Args:
+      locate: Finds a row's bytes.
+      out: Address of the output.
+      pieces: Numbers of the pieces that this thread writes.
+      sizes: Of the output.
+    """
     per_row = sizes.width // _PIECE
     todo = []
     for piece in pieces:
         exists = piece.compare("ult", sizes.rows * per_row)
         row, part = piece // per_row, piece % per_row
-        local, inside = _local_row(refs, row, exists, sizes)
-        todo.append((piece, part, local, exists, inside))
+        todo.append((piece, part, locate(row, exists), exists))
     # All reads are issued before the first result is used.
     read = []
-    for _, part, local, _, inside in todo:
-        values = address(refs["weight"]) + local * sizes.width
-        scales = address(refs["scale"]) + local * sizes.scales
+    for _, part, place, _ in todo:
         block = part // (_BLOCK // _PIECE)
-        words = load(values + part.widen() * _PIECE, 2, only_if=inside)
-        read.append((words, *load(scales + block.widen(), width=8, only_if=inside)))
-    for (piece, _, _, exists, _), (words, byte) in zip(todo, read, strict=True):
+        words = load(place.values + part.widen() * _PIECE, 2, only_if=place.inside)
+        scale = load(place.scales + block.widen(), width=8, only_if=place.inside)
+        read.append((words, *scale))
+    for (piece, _, place, exists), (words, byte) in zip(todo, read, strict=True):
         # Outside the window all bytes are 0, and 0 * 2**-127 is the zero wanted.
-        scale = e8m0_pair(byte)
-        out = [pair for word in words for pair in decode_e4m3(word, scale)]
-        where = address(refs["out"]) + piece.widen() * (2 * _PIECE)
-        store(where, out, only_if=exists)
+        scale = e8m0_pair(place.or_nan(byte, Word.of(_NAN_SCALE)))
+        out_words = [pair for word in words for pair in decode_e4m3(word, scale)]
+        store(out + piece.widen() * (2 * _PIECE), out_words, only_if=exists)
 
 
-def _copy_packed(refs: Mapping[str, Any], pieces: list[Word], sizes: _Sizes) -> None:
+def copy_packed(
+    locate: Locate, out: Word, pieces: Sequence[Word], sizes: Sizes
+) -> None:
+    """Write pieces of the output as the bytes that are stored.
+
+    Args:
+      locate: Finds a row's bytes.
+      out: Address of the output.
+      pieces: Numbers of the pieces that this thread writes.
+      sizes: Of the output.
+    """
     # Values and scales both start at a multiple of `unit` in every row.
     unit = math.gcd(_PIECE, sizes.scales)
     value_pieces, per_row = sizes.width // unit, (sizes.width + sizes.scales) // unit
@@ -124,23 +191,22 @@ def _copy_packed(refs: Mapping[str, Any], pieces: list[Word], sizes: _Sizes) -> 
     for piece in pieces:
         exists = piece.compare("ult", sizes.rows * per_row)
         row, part = piece // per_row, piece % per_row
-        local, inside = _local_row(refs, row, exists, sizes)
-        values = address(refs["weight"]) + local * sizes.width + part.widen() * unit
-        scales = address(refs["scale"]) + local * sizes.scales
-        scales += (part - value_pieces).widen() * unit
+        place = locate(row, exists)
+        values = place.values + part.widen() * unit
+        scales = place.scales + (part - value_pieces).widen() * unit
         is_value = part.compare("ult", value_pieces)
-        todo.append((piece, is_value.select(values, scales), exists, inside))
-    read = [load(where, width=8 * unit, only_if=ok) for _, where, _, ok in todo]
-    for (piece, _, exists, _), words in zip(todo, read, strict=True):
-        where = address(refs["out"]) + piece.widen() * unit
-        store(where, words, width=8 * unit, only_if=exists)
-
-
-def _pieces(sizes: _Sizes, packed: bool) -> int:
-    if not packed:
-        return sizes.rows * sizes.width // _PIECE
-    unit = math.gcd(_PIECE, sizes.scales)
-    return sizes.rows * (sizes.width + sizes.scales) // unit
+        todo.append((piece, is_value, is_value.select(values, scales), place, exists))
+    read = [
+        load(where, width=8 * unit, only_if=place.inside)
+        for _, _, where, place, _ in todo
+    ]
+    for (piece, is_value, _, place, exists), (word,) in zip(todo, read, strict=True):
+        nan_value, nan_scale = (
+            Word.of(int.from_bytes([byte] * (word.bits // 8)), word.bits)
+            for byte in (_NAN_VALUE, _NAN_SCALE)
+        )
+        word_out = place.or_nan(word, is_value.select(nan_value, nan_scale))
+        store(out + piece.widen() * unit, [word_out], width=8 * unit, only_if=exists)
 
 
 @functools.partial(jax.jit, static_argnames=("packed", "interpret", "in_flight"))
@@ -173,18 +239,7 @@ def lookup_pallas(
     reason = unsupported_reason(weight, scale, ids, packed=packed, interpret=interpret)
     if reason is not None:
         raise NotImplementedError(f"lookup_pallas: {reason}")
-    sizes = _Sizes(weight.shape[0], weight.shape[1], ids.shape[0])
-    out_type = jax.ShapeDtypeStruct(
-        (sizes.rows, sizes.width + sizes.scales if packed else sizes.width),
-        jnp.uint8 if packed else jnp.bfloat16,
-    )
-    pieces = _pieces(sizes, packed)
-    if pieces == 0:
-        return jnp.zeros(out_type.shape, out_type.dtype)
-    if in_flight is None:
-        in_flight = _IN_FLIGHT_PACKED if packed else _IN_FLIGHT
-        in_flight = in_flight if sizes.rows >= _MANY_ROWS else 1
-
+    sizes = Sizes(weight.shape[1], ids.shape[0])
     operands = {
         "weight": weight,
         "scale": scale,
@@ -192,23 +247,60 @@ def lookup_pallas(
         "start": jnp.asarray(row_start, jnp.int32).reshape(1),
         "end": jnp.asarray(row_end, jnp.int32).reshape(1),
     }
+    locate = functools.partial(local_row, rows_in_table=weight.shape[0], sizes=sizes)
+    return read_rows(
+        "lookup_rows", locate, operands, sizes, packed=packed, in_flight=in_flight
+    )
+
+
+def read_rows(
+    name: str,
+    locate: Callable[..., Place],
+    operands: Mapping[str, jax.Array],
+    sizes: Sizes,
+    *,
+    packed: bool,
+    in_flight: int | None = None,
+) -> jax.Array:
+    """Launch a kernel that writes the rows which `locate` finds.
+
+    Args:
+      name: The kernel's name, for profiles.
+      locate: Finds a row's bytes: (refs, row, exists) -> `Place`, with refs the
+        operands by name.
+      operands: What it reads, by name.
+      sizes: Of the output.
+      packed: Give the stored bytes instead of numbers.
+      in_flight: Pieces that a thread reads before it uses the first.
+
+    Returns:
+      bfloat16 [n, D]; packed, uint8 [n, D + D/32].
+    """
+    out_type, pieces = sizes.out_type(packed), sizes.pieces(packed)
+    if pieces == 0:
+        return jnp.zeros(out_type.shape, out_type.dtype)
+    if in_flight is None:
+        in_flight = _IN_FLIGHT_PACKED if packed else _IN_FLIGHT
+        in_flight = in_flight if sizes.rows >= _MANY_ROWS else 1
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * (len(operands) + 1), plgpu.Layout.WG_SPLAT),
     )
     def move(ctx, *arguments):
         del ctx
-        *buffers, cta = arguments
-        refs = dict(zip([*operands, "out"], buffers, strict=True))
+        *buffers, out, cta = arguments
+        refs = dict(zip(operands, buffers, strict=True))
         first = Word(cta.registers.item()) * (WARPGROUP * in_flight) + thread_index()
         mine = [first + WARPGROUP * i for i in range(in_flight)]
-        (_copy_packed if packed else _dequantize)(refs, mine, sizes)
+        find = functools.partial(locate, refs)
+        (copy_packed if packed else dequantize)(find, address(out), mine, sizes)
 
-    def lookup_rows(*buffers):
+    def kernel(*buffers):
         move(*buffers, lax.axis_index("cta"))
 
+    kernel.__name__ = name
     return plgpu.kernel(
-        lookup_rows,
+        kernel,
         out_type=out_type,
         grid=(-(-pieces // (WARPGROUP * in_flight)),),
         grid_names=("cta",),

@@ -39,8 +39,8 @@ def xla_form(weight, scale, ids, start, end, *, packed):
 def run_inline_code(monkeypatch, weight, scale, ids, start, end, *, packed):
     width = weight.shape[1] + (scale.shape[1] if packed else 0)
     out = np.full((len(ids), width), 0xAA, np.uint8 if packed else ml_dtypes.bfloat16)
-    sizes = lookup_pallas._Sizes(len(weight), weight.shape[1], len(ids))
-    pieces = lookup_pallas._pieces(sizes, packed)
+    sizes = lookup_pallas.Sizes(weight.shape[1], len(ids))
+    pieces = sizes.pieces(packed)
     inputs = {
         "weight": np.asarray(weight),
         "scale": np.asarray(scale),
@@ -51,8 +51,14 @@ def run_inline_code(monkeypatch, weight, scale, ids, start, end, *, packed):
     # A few threads more than there are pieces, as in the last block of a launch.
     memory = Memory(inputs, {"out": out}, threads=pieces + 5)
     simulate(monkeypatch, memory, lookup_pallas)
-    move = lookup_pallas._copy_packed if packed else lookup_pallas._dequantize
-    move({name: name for name in memory.names}, [Word(np.arange(pieces + 5))], sizes)
+    locate = functools.partial(
+        lookup_pallas.local_row,
+        {name: name for name in memory.names},
+        rows_in_table=len(weight),
+        sizes=sizes,
+    )
+    move = lookup_pallas.copy_packed if packed else lookup_pallas.dequantize
+    move(locate, memory.address("out"), [Word(np.arange(pieces + 5))], sizes)
     return out, memory
 
 
