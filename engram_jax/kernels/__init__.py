@@ -8,6 +8,8 @@ from .lookup import lookup as lookup
 from .lookup import lookup_packed as lookup_packed
 from .ngram_hash import ngram_hash as ngram_hash
 from .ngram_rows import ngram_rows as ngram_rows
+from .peer_lookup import make_record as make_record
+from .peer_lookup import peer_lookup as peer_lookup
 from .wkv import OrderedRows as OrderedRows
 from .wkv import dequantize_weight as dequantize_weight
 from .wkv import quantize_weight as quantize_weight
