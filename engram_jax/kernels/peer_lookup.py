@@ -12,31 +12,31 @@ RECORD_WORDS = 8
 
 
 def make_record(
-    places: Sequence[tuple[int, int, int, int]], own: tuple[int, int]
+    addresses: npt.ArrayLike, rows: npt.ArrayLike, own: int
 ) -> npt.NDArray[np.uint32]:
     """Write down where the shards of a table lie, for one device to read.
 
     Each entry is two addresses, of values and scales, as pairs of 32-bit words (lower
     first: without x64 JAX has no 64-bit integers), the shard's first row, one past its
-    last, and two words that hold nothing. The last entry is of the device's own shard.
+    last, and two words that hold nothing. The last entry is that of the device's own
+    shard, once more.
 
     Args:
-        places: address of the values, address of the scales, first row and one past
-            the last, for each shard in order.
-        own: addresses of the values and scales of the device's own shard.
+        addresses: of the values and of the scales of each shard in order, [S, 2].
+        rows: first row and one past the last of each, [S, 2].
+        own: the number of the device's own shard.
 
     Returns:
         uint32 [S + 1, 8].
 
     Example:
-        >>> make_record([(1 << 32, 7, 0, 100)], (1 << 32, 7)).tolist()
-        [[0, 1, 7, 0, 0, 100, 0, 0], [0, 1, 7, 0, 0, 0, 0, 0]]
+        >>> make_record([[1 << 32, 7]], [[0, 100]], own=0).tolist()
+        [[0, 1, 7, 0, 0, 100, 0, 0], [0, 1, 7, 0, 0, 100, 0, 0]]
     """
-    record = np.zeros((len(places) + 1, RECORD_WORDS), np.uint32)
-    for entry, (weight, scale, *rows) in zip(record, [*places, own], strict=True):
-        entry[:4] = np.array([weight, scale], "<u8").view("<u4")
-        entry[4 : 4 + len(rows)] = rows
-    return record
+    words = np.array(addresses, "<u8").view("<u4")
+    record = np.zeros((len(words), RECORD_WORDS), np.uint32)
+    record[:, :4], record[:, 4:6] = words, rows
+    return np.concatenate([record, record[own : own + 1]])
 
 
 def peer_lookup(

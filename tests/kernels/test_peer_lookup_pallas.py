@@ -56,22 +56,21 @@ class Peers:
         """The device's own shard is the kernel's operand."""
         return f"{part} {layer}" + (f" of {shard}" if shard != self.device else "")
 
-    def record(self, memory, layer, own_moved_by=(0, 0)):
-        def addresses(shard):
-            names = (self.name(part, layer, shard) for part in ("weight", "scale"))
-            return tuple(int(memory.address(name).value) for name in names)
-
-        places = [
-            (*addresses(shard), *self.rows(layer, shard))
-            for shard in range(self.shards.num_shards)
+    def record(self, memory, layer):
+        """What this device would record; addresses are of simulated memory."""
+        shards = range(self.shards.num_shards)
+        addresses = [
+            [
+                int(memory.address(self.name(part, layer, shard)).value)
+                for part in ("weight", "scale")
+            ]
+            for shard in shards
         ]
-        own = tuple(
-            at + by for at, by in zip(addresses(self.device), own_moved_by, strict=True)
-        )
-        return make_record(places, own)
+        rows = [self.rows(layer, shard) for shard in shards]
+        return make_record(addresses, rows, self.device)
 
-    def read(self, monkeypatch, ids, *, packed, in_flight=1, stale=None):
-        """Runs the kernel's threads on ids [T, L, C]; `stale`: what moved, by layer."""
+    def read(self, monkeypatch, ids, *, packed, in_flight=1, stale=()):
+        """Runs the kernel's threads on ids [T, L, C]; `stale`: moves, by layer."""
         width = 32
         sizes = lookup_pallas.Sizes(width, ids.size)
         kind = sizes.out_type(packed)
@@ -88,9 +87,10 @@ class Peers:
             threads=threads,
         )
         for layer in range(LAYERS):
-            moved = (stale or {}).get(layer, (0, 0))
+            record = self.record(memory, layer)
+            moved = np.array(dict(stale).get(layer, (0, 0)), "<u8")
+            record[-1, :4].view("<u8")[:] += moved
             place = memory.names.index(f"record {layer}")
-            record = self.record(memory, layer, moved)
             memory.bytes[place][:] = record.view(np.uint8).reshape(-1)
         simulate(monkeypatch, memory, lookup_pallas, peer_lookup_pallas)
         by_heads = self.shards.cut == "heads"
