@@ -166,10 +166,18 @@ class EngramPrefetch:
                 "start with the batch that it gives"
             )
         progress = FillProgress(self._fetcher.pieces)
-        # One after the other: a cache must see batches in order.
-        future = self._thread.submit(
-            self._fetcher.fetch, progress, hashes, token_mask, tokens
-        )
+        ready = None
+        if hashes is not None:
+            ready = self._fetcher.fetch_nothing(hashes, token_mask)
+        if ready is not None:  # a thread would only take time
+            future = futures.Future()
+            future.set_result(ready)
+            progress.started.set()
+        else:
+            # One after the other: a cache must see batches in order.
+            future = self._thread.submit(
+                self._fetcher.fetch, progress, hashes, token_mask, tokens
+            )
         pending = PendingBatch(self, future, progress)
         self._pending.append(pending)
         return pending

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from .config import QUANT_BLOCK
 from .host_hash import HostHash, narrow
@@ -28,14 +27,14 @@ class Fetched:
     """A batch whose rows are in host memory.
 
     Attributes:
-        hashes: int32 [T, L, C].
+        hashes: int32 [T, L, C]; on the host where rows are staged.
         token_mask: bool [T], or None.
         buffer: the rows, or None where none are staged.
         layers: what each staged layer reads from where.
         admissions: rows for each layer's cache.
     """
 
-    hashes: npt.NDArray[Any]
+    hashes: Any
     token_mask: Any
     buffer: StagingBuffer | None = None
     layers: dict[int, LayerFetch] = dataclasses.field(default_factory=dict)
@@ -144,6 +143,23 @@ class RowFetcher:
         finally:
             progress.started.set()
 
+    def fetch_nothing(self, given: Any, token_mask: Any) -> Fetched | None:
+        """Give a batch of which no row is staged as it is, without a thread.
+
+        Args:
+            given: hashes, or an `EngramBatch`.
+            token_mask: with hashes.
+
+        Returns:
+            The batch, whose hashes stay where they are; None where rows are staged.
+        """
+        if isinstance(given, EngramBatch):
+            given, token_mask = given.hash_ids, given.token_mask
+        if not isinstance(given, jax.Array):
+            given = narrow(np.asarray(given))
+        self._check(given)
+        return None if self._staged(len(given)) else Fetched(given, token_mask)
+
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back whose step was dispatched, or that no step will read."""
         self._free.put(buffer)
@@ -164,14 +180,8 @@ class RowFetcher:
             hashes = np.asarray(given)
         self._check(hashes)
         hashes = narrow(hashes)
-        count = hashes.shape[0]
-        staged = [
-            index
-            for index, table in enumerate(self._tables)
-            if self._on_host(table, count)
-        ]
-        whole = self.sharding is None or len(staged) == len(self._tables)
-        if not staged or not count or not whole:
+        staged = self._staged(hashes.shape[0])
+        if not staged:
             return Fetched(hashes, token_mask)
         layers = {index: self._plan(index, hashes[:, index]) for index in staged}
         shapes = {
@@ -197,6 +207,13 @@ class RowFetcher:
             )
         if hashes.dtype.kind not in "iu":
             raise TypeError(f"hashes have dtype {hashes.dtype}; they must be integers")
+
+    def _staged(self, count: int) -> list[int]:
+        """List the tables of which a batch's rows are gathered on the host."""
+        tables = enumerate(self._tables)
+        staged = [index for index, table in tables if self._on_host(table, count)]
+        whole = self.sharding is None or len(staged) == len(self._tables)
+        return staged if count and whole else []
 
     def _on_host(self, table, count) -> bool:
         """Tell whether a table's rows are to be gathered on the host."""

@@ -2,67 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 import warnings
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-import mesh_cases
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from prefetch_cases import mapped, random_batch, run_layers, same, with_storage
 from small_stack import CONFIG, make_stack, random_hidden, random_ids
 
 import engram_jax
-from engram_jax.host_storage import MappedFileTable, PinnedHostTable
+from engram_jax.host_storage import PinnedHostTable
 from engram_jax.prefetch import EngramPrefetch
-from engram_jax.safetensors_file import SafetensorsWriter, read_header
-from engram_jax.sharding import EngramSharding
 
 PLACEMENTS = ("device", "pinned_host", "mapped_file")
-
-
-def with_storage(stack, storage_of) -> engram_jax.EngramStack:
-    """Gives a stack's layers other tables with the same rows."""
-    layers = {}
-    for layer_id, layer in stack.layers.items():
-        table = layer.embedding
-        storage = storage_of(
-            layer_id, np.asarray(table.weight[...]), np.asarray(table.scale[...])
-        )
-        layers[layer_id] = engram_jax.Engram(
-            engram_jax.ParallelEngramEmbedding.from_storage(storage),
-            layer.wkv_weight[...],
-            layer.wkv_scale[...],
-            layer.q_weight[...],
-            layer.k_weight[...],
-            eps=layer.eps,
-        )
-    return engram_jax.EngramStack(stack.config, stack.hash_state, layers)
-
-
-def mapped(folder):
-    """Makes tables in files of a folder."""
-
-    def storage(layer_id, values, scales):
-        path = folder / f"{layer_id}.safetensors"
-        tensors = {
-            "weight": ("F8_E4M3", values.shape),
-            "scale": ("F8_E8M0", scales.shape),
-        }
-        with SafetensorsWriter(path, tensors) as writer:
-            writer.write("weight", values)
-            writer.write("scale", scales)
-        infos = read_header(path)
-        return MappedFileTable(infos["weight"], infos["scale"])
-
-    return storage
 
 
 def pinned(layer_id, values, scales):
@@ -79,31 +37,6 @@ def stacks(tmp_path_factory) -> dict[str, engram_jax.EngramStack]:
         "pinned_host": with_storage(device, pinned),
         "mapped_file": with_storage(device, files),
     }
-
-
-def random_batch(tokens: int, seed: int) -> dict[str, Any]:
-    """Makes a ragged batch with dead tokens and lookback windows."""
-    rng = np.random.default_rng(seed)
-    requests = int(rng.integers(1, 5))
-    cuts = np.sort(rng.integers(0, tokens + 1, requests - 1))
-    starts = np.array([0, *cuts, tokens if seed % 3 else max(0, tokens - 2)])
-    starts = np.minimum(starts, starts[-1])
-    first = rng.integers(0, 6, requests)
-    owner = np.searchsorted(starts[1:], np.arange(tokens), side="right")
-    owner = np.minimum(owner, requests - 1)
-    return {
-        "input_ids": random_ids(tokens, seed),
-        "positions": (np.arange(tokens) - starts[owner] + first[owner]).clip(0),
-        "query_start_loc": starts,
-        "dead_mask": rng.random(tokens) < 0.1,
-        "lookback_token_ids": rng.integers(-1, CONFIG.vocab_size, (requests, 3)),
-    }
-
-
-def run_layers(stack, hidden, batch):
-    for layer_id in CONFIG.layer_ids:
-        hidden = stack(layer_id, hidden, batch)
-    return hidden
 
 
 def make_step(stack):
@@ -147,12 +80,6 @@ def check_rows(stack, batch, hashes) -> None:
 @jax.jit
 def put_together(rows):
     return [part.packed() for part in rows]
-
-
-def same(actual, expected) -> None:
-    np.testing.assert_array_equal(
-        np.asarray(actual).view(np.uint8), np.asarray(expected).view(np.uint8)
-    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -399,6 +326,18 @@ def test_start_refuses(stacks, arguments, message):
         prefetch.start(**arguments)
 
 
+def test_hashes_stay_on_the_device_where_nothing_is_staged(stacks):
+    stack = stacks["device"]
+    batch = stack.batch(**random_batch(5, 3))
+    with EngramPrefetch(stack, threads=1) as prefetch:
+        pending = prefetch.start(batch)
+        assert pending.done()  # no thread had to see the hashes first
+        found = pending.result()
+    assert found.hash_ids is batch.hash_ids
+    assert found.token_mask is batch.token_mask
+    assert found.rows is None
+
+
 @pytest.mark.usefixtures("library_errors")
 def test_wrong_hashes_are_refused(stacks):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
@@ -441,69 +380,6 @@ def test_closing_with_an_error_underway_leaves_no_thread(stacks):
     with pytest.raises(KeyError):
         fail()
     assert not [t for t in threading.enumerate() if t.name.startswith("engram")]
-
-
-@pytest.mark.parametrize(
-    ("tp", "dp", "kind"),
-    [(2, 1, AxisType.Auto), (2, 2, AxisType.Explicit), (1, 3, AxisType.Auto)],
-)
-def test_stacks_on_a_mesh(tmp_path, tp, dp, kind):
-    """Pitfall: sharded tables, a token count that does not divide."""
-    stack = with_storage(mesh_cases.stack24(), mapped(tmp_path))
-    mesh = mesh_cases.mesh(tp, dp, kind)
-    sharding = EngramSharding.on(mesh, stack.layout)
-    sharded = stack.shard(sharding)
-    tokens = 13
-    arguments = random_batch(tokens, 4)
-    hidden = random_hidden(tokens)
-
-    @nnx.jit
-    def direct(stack, hidden, arguments):
-        return run_layers(stack, hidden, stack.batch(**arguments))
-
-    @nnx.jit
-    def step(stack, hidden, batch):
-        return run_layers(stack, hidden, batch)
-
-    arguments = {k: jnp.asarray(v) for k, v in arguments.items()}
-    explicit = kind == AxisType.Explicit
-    with (
-        jax.set_mesh(mesh) if explicit else contextlib.nullcontext(),
-        EngramPrefetch(sharded, threads=2) as prefetch,
-    ):
-        expected = direct(sharded, hidden, arguments)
-        for _ in range(3):
-            batch = prefetch.start(**arguments).result()
-            same(step(sharded, hidden, batch), expected)
-        with pytest.raises(NotImplementedError, match="mesh"):
-            EngramPrefetch(sharded, unique=True)
-
-
-def test_replica_batches_on_a_mesh(tmp_path):
-    stack = with_storage(mesh_cases.stack24(), mapped(tmp_path))
-    sharded = stack.shard(EngramSharding.on(mesh_cases.mesh(1, 2), stack.layout))
-    from engram_jax.mesh_stack import pad_replicas
-
-    one = {"input_ids": random_ids(5), "positions": np.arange(5)}
-    batches: dict[str, Any] = pad_replicas(
-        [one | {"query_start_loc": [0, 5]}, None], slot=6
-    )
-    hidden = random_hidden(12)
-    expected = run_layers(sharded, hidden, sharded.replica_batch(**batches))
-    with EngramPrefetch(sharded, threads=1) as prefetch:
-        batch = prefetch.start(**batches).result()
-        same(run_layers(sharded, hidden, batch), expected)
-
-
-def test_device_tables_on_a_mesh_fetch_as_ever():
-    stack = mesh_cases.stack24()
-    sharded = stack.shard(EngramSharding.on(mesh_cases.mesh(2, 1), stack.layout))
-    arguments = random_batch(6, 2)
-    hidden = random_hidden(6)
-    with EngramPrefetch(sharded, threads=1) as prefetch:
-        batch = prefetch.start(**arguments).result()
-        expected = run_layers(sharded, hidden, sharded.batch(**arguments))
-        same(run_layers(sharded, hidden, batch), expected)
 
 
 @pytest.mark.parametrize("unique", [False, True])
