@@ -25,7 +25,7 @@ import numpy as np
 from benchmark_record import Result
 
 import engram_jax
-from engram_jax import EngramPrefetch
+from engram_jax import EngramPrefetch, kernels
 from engram_jax.host_storage import (
     MappedFileTable,
     PinnedHostTable,
@@ -38,6 +38,7 @@ from engram_jax.staging import host_view
 DIM, COLUMNS = 256, 24
 ROW_BYTES = DIM + DIM // 32
 GPU_ROWS, CPU_ROWS = 64_000_000, 2_000_000
+PINNED_TOKENS = (1, 16, 64, 512, 4096)
 ROUNDS = 15
 
 
@@ -167,6 +168,11 @@ def times_ms(call: Callable[[np.ndarray], Any], tokens: int, rows: int) -> list[
     return times
 
 
+def direct_lookup(table: Any) -> Callable[[Any], jax.Array]:
+    """Compiles the reading of a batch's rows by the GPU itself."""
+    return jax.jit(lambda hashes: table.lookup_packed(hashes[:, 0]))
+
+
 @jax.jit
 def packed_rows(batch):
     """Brings a batch's rows to the device."""
@@ -176,12 +182,12 @@ def packed_rows(batch):
 def exposed(stack: Any, **options: Any) -> tuple[Callable, EngramPrefetch]:
     """Gives a lookup through a prefetch that nothing hides."""
     prefetch = EngramPrefetch(stack, **options)
-    direct = jax.jit(stack.layers[1].embedding.lookup_packed)
+    direct = direct_lookup(stack.layers[1].embedding)
 
     def call(hashes):
         batch = prefetch.start(hashes).result()
         if batch.rows is None:  # few tokens: the GPU reads the table itself
-            return direct(batch.hash_ids[:, 0])
+            return direct(batch.hash_ids)
         return packed_rows(batch)
 
     return call, prefetch
@@ -260,7 +266,7 @@ def host_tables() -> Iterator[Result]:
     rows = GPU_ROWS if on_gpu else CPU_ROWS
     pinned = make_pinned(rows)
     stacks = {"split": make_stack(pinned), "records": make_stack(RecordTable(pinned))}
-    direct = jax.jit(pinned.lookup_packed)
+    direct = direct_lookup(pinned)
     medians: dict[Any, float] = {}
 
     def result(name, tokens, times, limit=None):
@@ -275,7 +281,7 @@ def host_tables() -> Iterator[Result]:
             )
 
     for tokens, limit in ((1, 1.0), (16, 1.0), (4096, 0.65)):
-        flat = times_ms(lambda ids: direct(jnp.asarray(ids[:, 0])), tokens, rows)
+        flat = times_ms(lambda ids: direct(jnp.asarray(ids)), tokens, rows)
         yield from result("direct", tokens, flat)
         for form, stack in stacks.items():
             for pieces in (0, 2, 3) if tokens == 4096 else (0,):
@@ -295,6 +301,26 @@ def host_tables() -> Iterator[Result]:
             yield from result("as chosen", tokens, times_ms(call, tokens, rows), limit)
     for tokens in (16, 4096):
         yield from measure_step(stacks["records"], rows, tokens)
+
+
+def lookup_host() -> Iterator[Result]:
+    """Times the kernel that reads pinned memory itself, to bfloat16."""
+    if jax.default_backend() != "gpu":
+        return
+    import benchmark_gpu  # here, since it needs the profiler of a GPU
+
+    pinned = make_pinned(GPU_ROWS)
+    table = pinned.weight[...], pinned.scale[...]
+    for tokens in PINNED_TOKENS:
+        calls = [
+            (*table, jnp.asarray(random_hashes(tokens, GPU_ROWS, seed).reshape(-1)))
+            for seed in range(4)
+        ]
+        found = jax.jit(kernels.lookup_packed)(*calls[0])
+        check_rows(found, random_hashes(tokens, GPU_ROWS, 0))
+        times = benchmark_gpu.kernel_times(kernels.lookup, calls, is_kernel=True)
+        size = tokens * COLUMNS * ROW_BYTES
+        yield benchmark_gpu.kernel_result("lookup_host", "pallas", tokens, times, size)
 
 
 def mapped_file() -> Iterator[Result]:
@@ -336,4 +362,8 @@ def mapped_file() -> Iterator[Result]:
         )
 
 
-SUITES = {"host_tables": host_tables, "mapped_file": mapped_file}
+SUITES = {
+    "host_tables": host_tables,
+    "lookup_host": lookup_host,
+    "mapped_file": mapped_file,
+}

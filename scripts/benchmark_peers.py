@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from benchmark_gpu import GATED_TOKENS, PROJECTED_TOKENS, TOKENS, kernel_result
+from benchmark_host_tables import PINNED_TOKENS
 from benchmark_record import Result
 
 
@@ -13,22 +14,26 @@ def compare(
 
     Args:
         results: of the suites.
-        peers: microseconds by operation ("hash", "lookup", "gate", "wkv_bf16"),
+        peers: microseconds by operation ("hash", "lookup", "gate", "wkv_bf16",
+            "lookup_host"),
             implementation ("vllm", "sglang", "cublas") and T as a string.
 
     Yields:
         The peers' times; ratios to them and shares of the card's copy rate, each with
         what is required of it.
     """
+    measured = {r.detail.get("operation") for r in results}
     for operation, by_peer in peers.items():
+        name = {"wkv_bf16": "wkv"}.get(operation, operation)
+        if operation == "copy" or name not in measured:
+            continue
         for who, by_tokens in by_peer.items():
-            if operation != "copy":
-                for tokens, time_us in by_tokens.items():
-                    name = {"wkv_bf16": "wkv"}.get(operation, operation)
-                    yield kernel_result(name, who, int(tokens), [time_us])
+            for tokens, time_us in by_tokens.items():
+                yield kernel_result(name, who, int(tokens), [time_us])
     times = {
         (r.detail["operation"], r.detail["variant"], r.detail["tokens"]): r
         for r in results
+        if "operation" in r.detail
     }
 
     def us(operation, variant, tokens):
@@ -65,6 +70,14 @@ def compare(
         limit = 0.8 if tokens == 4096 else None
         packed = us("lookup_packed", "pallas", tokens)
         yield from ratio(f"lookup_packed / lookup{at}", packed, read, limit)
+    for tokens in PINNED_TOKENS:
+        own, other = (
+            us("lookup_host", "pallas", tokens),
+            peer("lookup_host", "sglang", tokens),
+        )
+        limit = 1.0 if tokens <= 16 else None
+        name = f"lookup from pinned memory / SGLang, T = {tokens}"
+        yield from ratio(name, own, other, limit)
     for tokens in PROJECTED_TOKENS:
         at = f", T = {tokens}"
         limit = 0.57 if tokens <= 16 else 0.70 if tokens <= 64 else 1.03

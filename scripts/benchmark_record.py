@@ -167,9 +167,41 @@ def latest(path: Path) -> list[Result]:
 
 
 def markdown(results: Iterable[Result]) -> str:
-    """Writes results as a Markdown table."""
-    lines = ["| measured | value | required |", "| --- | ---: | --- |"]
+    """Writes results as Markdown tables: kernel times by number of tokens, and others.
+
+    Args:
+        results: those with "operation", "variant" and "tokens" in their detail make a
+            row for each operation and variant.
+
+    Returns:
+        The tables, an empty line between them.
+    """
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    others = ["| measured | value | required |", "| --- | ---: | --- |"]
     for result in results:
+        detail = result.detail
+        if result.unit == "us" and {"operation", "variant", "tokens"} <= detail.keys():
+            row = times.setdefault((detail["operation"], detail["variant"]), {})
+            row[detail["tokens"]] = result.value
+            continue
         value = f"{result.value:.3g} {result.unit}"
-        lines.append(f"| {result.name} | {value} | {result.required} |")
-    return "\n".join(lines)
+        others.append(f"| {result.name} | {value} | {result.required} |")
+    tables = []
+    if times:
+        tokens = sorted({t for row in times.values() for t in row if t})
+        heads = "".join(f" T = {t} |" for t in tokens)
+        table = [f"| µs | by |{heads}", "| --- | --- |" + " ---: |" * len(tokens)]
+        for (operation, variant), row in sorted(
+            times.items(), key=lambda entry: entry[0][0]
+        ):
+            cells = "".join(f" {_short(row[t]) if t in row else ''} |" for t in tokens)
+            if any(t in row for t in tokens):
+                table.append(f"| {operation} | {variant} |{cells}")
+        tables.append("\n".join(table))
+    if len(others) > 2:
+        tables.append("\n".join(others))
+    return "\n\n".join(tables)
+
+
+def _short(us: float) -> str:
+    return f"{us:.3g}" if us < 1000 else f"{us:.0f}"

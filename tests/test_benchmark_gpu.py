@@ -18,6 +18,7 @@ PEERS = {
     "lookup": {"vllm": {"4096": 90.0}, "sglang": {"1": 1.2, "4096": 60.0}},
     "gate": {"sglang": {"1": 2.0, "4096": 130.0}, "vllm": {"4096": 180.0}},
     "wkv_bf16": {"cublas": {"1": 80.0, "4096": 1600.0}},
+    "lookup_host": {"sglang": {"1": 3.0}},
 }
 
 
@@ -44,6 +45,7 @@ def test_ratios_are_judged():
     assert found["wkv (ordered) / cuBLAS bfloat16, T = 1"].holds is True
     assert found["wkv (auto) / cuBLAS bfloat16, T = 1"].holds is None
     assert found["hash (vllm), T = 4096"].value == 5.0
+    assert "lookup_host (sglang), T = 1" not in found  # not measured in this run
 
 
 def test_shares_of_the_copy_rate_are_judged():
@@ -110,3 +112,23 @@ def test_times_are_drawn(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["gpu.png"]
     with pytest.raises(ValueError, match="no kernel times"):
         plot_benchmark.draw([benchmark_record.Result("s", "n", 1.0, "x")], picture)
+
+
+def test_kernel_times_become_a_table_by_tokens():
+    text = benchmark_record.markdown(
+        [
+            result("hash", "pallas", 1, 1.25),
+            result("hash", "vllm", 4096, 1234.5),
+            benchmark_record.Result("peers", "a ratio", 0.5, "x", at_most=0.8),
+        ]
+    )
+    assert text.splitlines() == [
+        "| µs | by | T = 1 | T = 4096 |",
+        "| --- | --- | ---: | ---: |",
+        "| hash | pallas | 1.25 |  |",
+        "| hash | vllm |  | 1234 |",
+        "",
+        "| measured | value | required |",
+        "| --- | ---: | --- |",
+        "| a ratio | 0.5 x | at most 0.8 x |",
+    ]
