@@ -35,6 +35,18 @@ def missing_gpu_reason() -> str | None:
     device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         device = jax.devices(device)[0]
+    return device_reason(device)
+
+
+def device_reason(device: Any) -> str | None:
+    """Say why a device cannot run Mosaic GPU kernels.
+
+    Args:
+        device: a device of JAX.
+
+    Returns:
+        None on a GPU of compute capability 9.0 (Hopper) or newer, else the reason.
+    """
     if device.platform not in ("gpu", "cuda"):
         return f"the device is a {device.platform.upper()}, not a GPU"
     capability = float(getattr(device, "compute_capability", 0.0))
