@@ -4,6 +4,7 @@
     python scripts/benchmark.py --device cpu --suites hash import
     python scripts/benchmark.py --device gpu --peers peers.json
     python scripts/benchmark.py --device host            tables in host memory
+    python scripts/benchmark.py --mesh tp=2              several GPUs, and one of them
     python scripts/benchmark.py --device cpu --markdown      the last results as a table
 
 Results go to scripts/benchmark_results/<device>.jsonl, one line of JSON each, with
@@ -16,8 +17,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DEVICES = {
     "cpu": "benchmark_cpu",
@@ -34,7 +38,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", choices=sorted(DEVICES), required=True, help="what to measure on")
+    add("--device", choices=sorted(DEVICES), help="what to measure on")
+    add(
+        "--mesh",
+        help="GPUs to measure on together, such as tp=2 or tp=2,dp=2; with --device "
+        "cpu as many CPU devices, to try it",
+    )
+    add("--tokens", nargs="+", type=int, help="of each replica, with --mesh; none: all")
     add("--suites", nargs="+", metavar="SUITE", help="some of them; none: all")
     add(
         "--peers",
@@ -48,7 +58,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="measure nothing: print the last results",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device is None and options.mesh is None:
+        parser.error("give --device or --mesh: what to measure on")
+    if options.mesh is not None and options.device not in (None, "cpu"):
+        parser.error(f"--device {options.device} is one device; leave it out of --mesh")
+    return options
+
+
+def find_suites(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Gives the suites of what is measured on; starts no backend."""
+    if options.mesh is None:
+        return importlib.import_module(DEVICES[options.device]).SUITES
+    import infer_mesh
+    import jax
+
+    axes = infer_mesh.parse_mesh(options.mesh, 1)
+    count = math.prod(axes.values())
+    # It counts where there is no GPU.
+    if jax.config.jax_num_cpu_devices < count:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", count)
+    return importlib.import_module("benchmark_mesh").suites(axes, options.tokens)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    suites = importlib.import_module(DEVICES[options.device]).SUITES
+    try:
+        suites = find_suites(options)
+    except ValueError as error:  # of --mesh
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     chosen = options.suites or list(suites)
     if unknown := [name for name in chosen if name not in suites]:
         print(
@@ -89,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
             required = f" ({result.required})" if result.required else ""
             console.print(
                 f"{result.name}: {result.value:.4g} {result.unit}"
-                f"{required} {verdict[result.holds]}"
+                f"{required} {verdict[result.holds]}",
+                soft_wrap=True,
             )
 
     for name in chosen:
