@@ -1,5 +1,6 @@
 """Tables of rows that token ids select, wherever the table lives."""
 
+import logging
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ from . import kernels, mxfp8
 from .constant import Constant
 from .exchange import fetch_rows, unpad_tokens
 from .host_storage import PinnedHostTable
+from .peer_read import check_addresses, record_addresses, table_reason
 from .sharding import EngramSharding
+from .shards import PEER_READ_NEEDS
+
+_LOGGER = logging.getLogger("engram_jax")
 
 
 @runtime_checkable
@@ -44,6 +49,9 @@ class ParallelEngramEmbedding(nnx.Module):
         storage: a table outside device memory, or None.
         sharding: how the table lies on a mesh, or None on one device.
         layer_index: which of the layers' tables this is, from 0; on a mesh only.
+        addresses: where the table's shards lie, for devices that read their peers'
+            memory: uint32 [devices, S + 1, 8], or None. Of this process, and of no use
+            in a saved state.
     """
 
     def __init__(
@@ -76,7 +84,8 @@ class ParallelEngramEmbedding(nnx.Module):
             layer_index: which of the layers' tables this is, from 0; on a mesh only.
 
         Raises:
-            ValueError: there is no table, or there are two.
+            ValueError: there is no table, or there are two; or rows are to come by
+                "peer_read", and this table's cannot.
         """
         if (weight is None) == (storage is None):
             raise ValueError(
@@ -99,6 +108,8 @@ class ParallelEngramEmbedding(nnx.Module):
         self.backend: kernels.Backend | None = backend
         self.sharding = sharding
         self.layer_index = layer_index
+        self.addresses: Any = nnx.data(None)
+        self.record_addresses()
 
     @classmethod
     def from_storage(cls, storage: RowStorage) -> "ParallelEngramEmbedding":
@@ -189,6 +200,49 @@ class ParallelEngramEmbedding(nnx.Module):
             row_start=self.row_start,
             backend=self.backend,
         )
+
+    def record_addresses(self) -> None:
+        """Write down where the shards lie, for devices that read their peers' memory.
+
+        The constructor does it. Call it again after putting another table in place of
+        this one, outside of jit; a step that is traced takes the addresses along.
+
+        Raises:
+            ValueError: rows are to come by "peer_read", and this table's cannot.
+        """
+        if self.sharding is None or not self.sharding.reads_peers:
+            return
+        weight, scale = (
+            None if part is None else part[...] for part in (self.weight, self.scale)
+        )
+        reason = table_reason(weight, scale, self.backend)
+        if reason is None:
+            known = record_addresses(self.sharding, self.layer_index, weight, scale)
+            self.addresses = nnx.data(Constant(known))
+            return
+        if self.sharding.exchange == "peer_read":
+            raise ValueError(
+                f"exchange='peer_read' cannot read the table of layer index "
+                f"{self.layer_index}: {reason}; {PEER_READ_NEEDS}. exchange=None takes "
+                "a collective where one is needed"
+            )
+        text = "table of layer index %d: rows come by %s, not by peer_read (%s)"
+        _LOGGER.info(text, self.layer_index, self.sharding.exchange, reason)
+        self.addresses = nnx.data(None)
+
+    def check_addresses(self) -> None:
+        """Refuse a table that does not lie where its addresses were recorded.
+
+        Fetching rows outside of jit does it. Inside, where arrays have no address yet,
+        each device compares its own shard's only, and rows are NaN where they differ.
+
+        Raises:
+            ValueError: the table was replaced, copied or restored since; call
+                `record_addresses`.
+        """
+        if self.sharding is not None and self.addresses is not None:
+            parts = (self.weight[...], self.scale[...], self.addresses[...])
+            check_addresses(self.sharding, self.layer_index, *parts)
 
     def shard(
         self, sharding: EngramSharding, layer_index: int

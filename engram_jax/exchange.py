@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32, UInt8
 
 from . import kernels, mxfp8
@@ -34,6 +35,12 @@ def fetch_rows(
     for bit, as one device holding all of the table. A column's ids must lie in that
     column's rows, as hashes do, or outside of all (-1): they read as zeros.
 
+    By "peer_read" each device reads its tokens' rows from the memory of those that hold
+    them (`kernels.peer_lookup`). A table that does not lie where its addresses were
+    recorded is refused where it can be seen, and inside jit gives rows that are NaN. As
+    a device may still be reading when its peers have finished, wait for the last step
+    before dropping a table.
+
     Gradient: float tables get the same gradient as on one device, once; FP8 tables
     are constants.
 
@@ -49,7 +56,8 @@ def fetch_rows(
         bfloat16 or the float table's dtype.
 
     Raises:
-        ValueError: shapes do not fit the sharding.
+        ValueError: shapes do not fit the sharding; or a table was replaced after its
+            addresses were recorded.
     """
     layers = range(sharding.shards.num_layers) if layers is None else layers
     _check(sharding, tables, hash_ids, layers)
@@ -65,6 +73,10 @@ def fetch_rows(
         for table in tables
     ]
 
+    form = sharding.exchange_for(padded)
+    if form == "peer_read" and all(t.addresses is not None for t in tables):
+        return _read_peers(sharding, tables, arrays, hash_ids, layers)
+
     def body(arrays, ids):
         lookups = [
             functools.partial(_look_up, sharding.row_format, table, *parts)
@@ -74,6 +86,31 @@ def fetch_rows(
 
     call = sharding.shard_map(body, (sharding.table, sharding.replica), sharding.rows)
     return call(arrays, hash_ids)
+
+
+def _read_peers(sharding, tables, arrays, hash_ids, layers) -> Any:
+    """Rows of this device's tokens, each from the device that holds it."""
+    records = [table.addresses[...] for table in tables]
+    for table, record in zip(tables, records, strict=True):
+        if not isinstance(record, Tracer):
+            table.check_addresses()
+    shards = sharding.shards
+
+    def body(arrays, records, ids):
+        weights, scales = zip(*arrays, strict=True)
+        return kernels.peer_lookup(
+            weights,
+            scales,
+            [record[0] for record in records],
+            ids,
+            columns=shards.columns if shards.cut == "heads" else None,
+            rows_per_shard=[shards.rows_per_shard[layer] for layer in layers],
+            packed=sharding.row_format == "packed",
+        )
+
+    specs = (sharding.table, sharding.by_device, sharding.rows)
+    call = sharding.shard_map(body, specs, sharding.rows)
+    return call(arrays, records, hash_ids)
 
 
 def _no_rows(sharding, tables) -> Any:

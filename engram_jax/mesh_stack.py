@@ -172,11 +172,14 @@ def state_shardings(sharding: EngramSharding, module: nnx.Module) -> Any:
 
     Returns:
         The module's state (`nnx.state`) with a `NamedSharding` for each array: tables
-        over the shards, projections by output columns, all else on every device.
+        over the shards, projections by output columns, each device its own addresses
+        of tables, all else on every device.
     """
 
     def place(path, _):
         names = [getattr(part, "key", None) for part in path]
+        if "addresses" in names:
+            return sharding.named(sharding.by_device)
         if "embedding" in names or names[0] in ("weight", "scale"):
             return sharding.named(sharding.table)
         if {"wkv_weight", "wkv_scale", "wkv_expanded"} & set(names):

@@ -12,12 +12,22 @@ from .checkpoint_files import Placement
 from .config import QUANT_BLOCK, EngramConfig
 from .layout import EngramLayout
 from .sharding import DATA_AXIS, TENSOR_AXIS, EngramSharding
-from .shards import Cut, Exchange, IdsExchange, RowFormat, exchanges_of
+from .shards import (
+    PEER_READ_NEEDS,
+    PEER_READ_UP_TO,
+    Cut,
+    Exchange,
+    IdsExchange,
+    RowFormat,
+    exchanges_of,
+)
 
 _ID_BYTES = 4
 _KV_BYTES = 2
 
-Collective = Literal["all-gather", "all-to-all", "all-reduce", "reduce-scatter"]
+Collective = Literal[
+    "all-gather", "all-to-all", "all-reduce", "reduce-scatter", "peer-read"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +36,11 @@ class Transfer:
 
     Attributes:
       what: "ids", "rows" or "kv" (the projection's outputs).
-      collective: Its name in HLO.
+      collective: Its name in HLO; or "peer-read", a kernel that reads other GPUs'
+        memory.
       devices: Devices that take part in one group.
-      result_bytes: Bytes of its result on one device.
+      result_bytes: Bytes of its result on one device; those that a peer read reads of
+        the tables, whichever form the rows then have.
       times: How often a step runs it: once, or once a layer.
     """
 
@@ -40,11 +52,16 @@ class Transfer:
 
     @property
     def received(self) -> int:
-        """Count the bytes that one device takes in each step, by ring algorithms."""
+        """Count the bytes that one device takes in each step.
+
+        Collectives by ring algorithms; of a peer read, an even share from each device,
+        as a cut by heads has it where it divides, and a cut by rows on average.
+        """
         others, size = self.devices - 1, self.result_bytes
         each = {
             "all-gather": size * others // self.devices,
             "all-to-all": size * others // self.devices,
+            "peer-read": size * others // self.devices,
             "reduce-scatter": size * others,
             "all-reduce": 2 * size * others // self.devices,
         }[self.collective]
@@ -78,7 +95,10 @@ def transfers(
 
     # Columns that travel are whole shards: those that are missing in the last, too.
     together = shards.num_shards * shards.columns
-    if shards.cut == "rows":
+    by_peers = sharding.exchange_for(tokens * replicas) == "peer_read"
+    if by_peers:
+        pass  # a device looks up its own tokens' ids only
+    elif shards.cut == "rows":
         add("ids", "all-gather", serving, served * layers * columns * _ID_BYTES)
     elif sharding.ids_exchange == "all_to_all":
         size = slot * layers * serving * shards.columns * _ID_BYTES
@@ -87,15 +107,17 @@ def transfers(
         size = served * layers * serving * shards.columns * _ID_BYTES
         add("ids", "all-gather", serving, size)
 
-    row = config.head_dim * 2
-    if sharding.row_format == "packed":
-        row = config.head_dim + config.head_dim // QUANT_BLOCK
+    stored = config.head_dim + config.head_dim // QUANT_BLOCK
+    row = stored if sharding.row_format == "packed" else config.head_dim * 2
     split = sharding.size(
         [a for a in sharding.row_token_axes if a in sharding.table_axes]
     )
     kept = shards.num_shards // split
     mine = served // split
-    if sharding.exchange == "all_gather":
+    if by_peers:
+        own = slot * replicas // sharding.size(sharding.row_token_axes)
+        add("rows", "peer-read", shards.num_shards, own * layers * columns * stored)
+    elif sharding.exchange == "all_gather":
         add("rows", "all-gather", shards.num_shards, served * layers * together * row)
     elif sharding.exchange == "all_to_all":
         add("rows", "all-to-all", split, served * layers * shards.columns * row)
@@ -225,7 +247,21 @@ def make_plan(
         config, config.compressed_vocab_size or config.vocab_size
     )
     mesh = AbstractMesh((tp, dp), (TENSOR_AXIS, DATA_AXIS), (AxisType.Auto,) * 2)
-    sharding = EngramSharding.on(mesh, layout, **choices)
+    asked = choices.pop("exchange", None)
+    by_peers = asked == "peer_read"  # devices on paper cannot, so it is put in later
+    sharding = EngramSharding.on(
+        mesh, layout, exchange=None if by_peers else asked, **choices
+    )
+    reasons = dict(sharding.reasons)
+    if by_peers:
+        sharding = dataclasses.replace(sharding, exchange="peer_read")
+        reasons["exchange"] = f"as asked; {PEER_READ_NEEDS}"
+        reasons["peer_read"] = "for any number of tokens, as asked"
+    elif asked is None and sharding.table_axes:
+        reasons["peer_read"] = (
+            f"up to {PEER_READ_UP_TO} tokens of a device, where they can; "
+            f"{PEER_READ_NEEDS}"
+        )
     row = config.head_dim + config.head_dim // QUANT_BLOCK
     shard = sum(sharding.shards.rows_per_shard) * row
     if placement == "device":
@@ -270,7 +306,7 @@ def make_plan(
             "node": own * per_node + shared,
         },
         choices=tuple(forms),
-        reasons=dict(sharding.reasons),
+        reasons=reasons,
     )
 
 
@@ -372,6 +408,7 @@ def _lines(plan: Plan, tokens: int) -> list[str]:
         )
     chosen = next(choice for choice in plan.choices if choice.chosen)
     lines += ["", f"Chosen (->): {plan.reasons['exchange']}."]
+    lines.append(f"peer_read: {plan.reasons['peer_read']}.")
     for move in chosen.transfers:
         times = "" if move.times == 1 else f", {move.times} times"
         lines.append(

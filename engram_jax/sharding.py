@@ -19,6 +19,7 @@ from jaxtyping import Array
 from . import mxfp8
 from .device_mesh import Axes, DeviceMesh, axis_names
 from .layout import EngramLayout
+from .peer_read import mesh_reason
 from .shards import (
     Cut,
     Exchange,
@@ -27,6 +28,7 @@ from .shards import (
     TableShards,
     choose_exchange,
     choose_ids_exchange,
+    choose_peer_read,
 )
 
 _LOGGER = logging.getLogger("engram_jax")
@@ -56,7 +58,11 @@ class EngramSharding(DeviceMesh):
       exchange: How rows come back: "all_gather" (columns from all shards; where tokens
         are split over these shards, each then selects its own), "all_to_all" (each
         shard sends each replica its own tokens' columns), "all_reduce" or
-        "reduce_scatter" (row shards: their answers are added up).
+        "reduce_scatter" (row shards: their answers are added up), or "peer_read" (GPUs
+        of one process: each reads its tokens' rows from the memory of those that hold
+        them, no collective).
+      peer_read_up_to: Tokens of a device up to which rows come by "peer_read" and not
+        by `exchange`; 0 for never. `exchange_for` decides.
       row_format: "packed" (D + D/32 bytes a row) or "bfloat16". A float table's rows
         travel in its own dtype.
       ids_exchange: How ids come to the shards over the data axis.
@@ -70,6 +76,7 @@ class EngramSharding(DeviceMesh):
     data_axes: tuple[str, ...]
     table_axes: tuple[str, ...]
     exchange: Exchange
+    peer_read_up_to: int
     row_format: RowFormat
     ids_exchange: IdsExchange
     sequence_parallel: bool
@@ -103,7 +110,8 @@ class EngramSharding(DeviceMesh):
           spread: Cut the tables over the data axis too. False keeps a copy for each
             replica, and nothing travels between replicas.
           cut: "heads" or "rows".
-          exchange: One of the four forms that suits the cut.
+          exchange: One of the forms that suits the cut; None takes a collective, and
+            "peer_read" for few tokens where the devices can.
           row_format: "packed" or "bfloat16".
           ids_exchange: "all_gather" or "all_to_all" (columns of ids to their shard).
           sequence_parallel: Whether tokens lie over the tensor axis too.
@@ -145,7 +153,9 @@ class EngramSharding(DeviceMesh):
         split = bool(set(data) & set(table_axes)) or (
             sequence_parallel and bool(tensor)
         )
-        exchange, why = choose_exchange(shards.cut, split, exchange)
+        peer_reason = mesh_reason(mesh)
+        up_to, why_peers = choose_peer_read(count, exchange, peer_reason)
+        exchange, why = choose_exchange(shards.cut, split, exchange, peer_reason)
         replicas = math.prod(mesh.shape[a] for a in data if a in table_axes)
         ids_exchange, why_ids = choose_ids_exchange(shards.cut, replicas, ids_exchange)
         if row_format not in get_args(RowFormat):
@@ -155,8 +165,12 @@ class EngramSharding(DeviceMesh):
             )
         if shard_projection is None:
             shard_projection = not sequence_parallel
-        text = "tables cut by %s (%s), rows come by %s (%s)"
-        _LOGGER.info(text, shards.cut, shards.reason, exchange, why)
+        text = "tables cut by %s (%s), rows come by %s (%s); by peer_read %s (%s)"
+        when = f"up to {up_to} tokens of a device" if up_to else "never"
+        if exchange == "peer_read":
+            when = "always"
+        reasons = (shards.cut, shards.reason, exchange, why, when, why_peers)
+        _LOGGER.info(text, *reasons)
         return cls(
             mesh=mesh,
             shards=shards,
@@ -164,6 +178,7 @@ class EngramSharding(DeviceMesh):
             data_axes=data,
             table_axes=table_axes,
             exchange=exchange,
+            peer_read_up_to=up_to,
             row_format=row_format,
             ids_exchange=ids_exchange,
             sequence_parallel=sequence_parallel and bool(tensor),
@@ -171,6 +186,7 @@ class EngramSharding(DeviceMesh):
             reasons=(
                 ("cut", shards.reason),
                 ("exchange", why),
+                ("peer_read", why_peers),
                 ("ids_exchange", why_ids),
             ),
         )
@@ -184,6 +200,25 @@ class EngramSharding(DeviceMesh):
     def row_token_axes(self) -> tuple[str, ...]:
         """Name the mesh axes that tokens of the fetched rows lie over."""
         return self.data_axes if self.shard_projection else self.token_axes
+
+    @property
+    def reads_peers(self) -> bool:
+        """Say whether rows may come by "peer_read", so that addresses are recorded."""
+        return bool(self.table_axes) and (
+            self.exchange == "peer_read" or self.peer_read_up_to > 0
+        )
+
+    def exchange_for(self, num_tokens: int) -> Exchange:
+        """Give the form in which the rows of a step come, where tables allow it.
+
+        Args:
+          num_tokens: T, of all replicas together.
+
+        Returns:
+          `exchange`, or "peer_read" for as few tokens as `peer_read_up_to` says.
+        """
+        mine = self.pad_tokens(num_tokens) // self.size(self.row_token_axes)
+        return "peer_read" if mine <= self.peer_read_up_to else self.exchange
 
     def spec(self, letters: str) -> P:
         """Give the partition spec of an array by its shape letters.
@@ -219,6 +254,11 @@ class EngramSharding(DeviceMesh):
     def rows(self) -> P:
         """Give the partition spec of fetched rows [T, L, C, W]."""
         return P(self.row_token_axes) if self.row_token_axes else P()
+
+    @property
+    def by_device(self) -> P:
+        """Give the partition spec of what each device has for itself: [devices, ..]."""
+        return P(tuple(self.mesh.axis_names))
 
     @property
     def table(self) -> P:

@@ -102,12 +102,40 @@ def test_plans_go_up_to_4096_devices(config, tp, dp):
 def test_packed_rows_are_the_least_and_264_bytes_each(config):
     """One replica of 4 gets 18 of 24 columns from the others, for both layers."""
     plan = make_plan(config, dp=4, tokens=16)
-    best = min(plan.choices, key=lambda choice: choice.bytes_per_step)
+    collectives = [c for c in plan.choices if c.exchange != "peer_read"]
+    best = min(collectives, key=lambda choice: choice.bytes_per_step)
     assert best.chosen
     assert (best.exchange, best.row_format) == ("all_to_all", "packed")
     ids, rows = best.transfers
     assert rows.received == 16 * 2 * 18 * 264
     assert ids.received == 3 * 16 * 2 * 24 * 4
+
+
+@pytest.mark.parametrize(
+    ("choices", "tokens_of_a_device"),
+    [
+        ({"dp": 4}, 16),  # its own replica's
+        ({"tp": 4}, 16),  # all ranks read all of them
+        ({"tp": 4, "sequence_parallel": True}, 4),
+        ({"tp": 2, "dp": 2, "cut": "rows"}, 16),
+        ({"tp": 4, "dp": 2, "spread": False}, 16),
+    ],
+)
+def test_peer_reads_are_264_bytes_a_remote_row_and_nothing_else(
+    config, choices, tokens_of_a_device
+):
+    """As 256 and 8 bytes of the tables, in whichever form rows are then wanted."""
+    plan = make_plan(config, tokens=16, exchange="peer_read", **choices)
+    both = [choice for choice in plan.choices if choice.exchange == "peer_read"]
+    assert [choice.chosen for choice in both] == [True, False]
+    for choice in both:
+        rows, *others = choice.transfers
+        assert rows.received == tokens_of_a_device * 2 * 18 * 264
+        assert {move.what for move in others} <= {"kv"}
+    assert "as asked; it needs FP8 tables" in plan.reasons["exchange"]
+    chosen = make_plan(config, tokens=16, **choices)
+    assert not any(c.chosen for c in chosen.choices if c.exchange == "peer_read")
+    assert "up to 4096 tokens of a device" in chosen.reasons["peer_read"]
 
 
 def test_placements_take_what_they_say(config):
@@ -142,6 +170,12 @@ def test_command_prints_text_and_json(v41, tmp_path, capsys):
     assert "->all_to_all      packed" in text
     assert "Chosen (->): each device needs its own tokens' rows only." in text
     assert "ids  all-gather over 4 devices" in text
+    assert "peer_read: up to 4096 tokens of a device, where they can" in text
+    peers = ["--tp", "2", "--dp", "4", "--exchange", "peer_read"]
+    assert main(["plan", str(path), *peers]) == 0
+    text = capsys.readouterr().out
+    assert "->peer_read       packed" in text
+    assert "rows peer-read over 8 devices: 11,088 bytes" in text
     assert main(["plan", str(path), "--json", "--sequence-parallel", "--tp", "8"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["shards"] == 8

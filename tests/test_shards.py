@@ -122,6 +122,7 @@ def test_choices_give_their_reasons():
         assert {name for name, _ in sharding.reasons} == {
             "cut",
             "exchange",
+            "peer_read",
             "ids_exchange",
         }
         assert hash(sharding) == hash(dataclasses.replace(sharding))

@@ -1,6 +1,7 @@
 """The operations: each a function with an XLA form and a GPU kernel."""
 
 from .dispatch import Backend as Backend
+from .dispatch import device_reason as device_reason
 from .gate import gate as gate
 from .gate import gate_values as gate_values
 from .ids import narrow_ids as narrow_ids
