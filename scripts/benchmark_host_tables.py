@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_record import Result
+from flax import nnx
 
 import engram_jax
 from engram_jax import EngramPrefetch, kernels
@@ -168,9 +169,17 @@ def times_ms(call: Callable[[np.ndarray], Any], tokens: int, rows: int) -> list[
     return times
 
 
-def direct_lookup(table: Any) -> Callable[[Any], jax.Array]:
-    """Compiles the reading of a batch's rows by the GPU itself."""
-    return jax.jit(lambda hashes: table.lookup_packed(hashes[:, 0]))
+def direct_lookup(table: nnx.Module) -> Callable[[Any], jax.Array]:
+    """Compiles the reading of a batch's rows by the device itself."""
+    graph, state = nnx.split(table)
+
+    @jax.jit
+    def read(state, hashes):
+        # An operand, not a captured array: that would be copied into the program.
+        table: Any = nnx.merge(graph, state)
+        return table.lookup_packed(hashes[:, 0])
+
+    return lambda hashes: read(state, hashes)
 
 
 @jax.jit

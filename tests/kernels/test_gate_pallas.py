@@ -233,7 +233,9 @@ def test_compiles_for_tokens_spread_over_four_gpus(check_vma):
 def test_kernel_is_near_float64(tokens, streams, width, dtype, masked):
     operands = make_operands(tokens, streams, width, dtype)
     mask = jnp.arange(tokens) % 3 != 1 if masked else None
-    for sizes in (None, ONE_EACH, *RINGS):
+    # Two stages of the widest rows are more than shared memory holds.
+    rings = RINGS if width <= 5120 else []
+    for sizes in (None, ONE_EACH, *rings):
         out = gate_pallas.gate_pallas(*operands, mask, eps=EPS, clamp=1e-6, sizes=sizes)
         assert_near_float64(out, operands, mask)
 
