@@ -34,16 +34,13 @@ PLAIN = "plain all_to_all of the bytes of: "
 
 def step(bench: MeasuredMesh) -> Iterator[Result]:
     """Time hash to output: every form against one GPU."""
-    everything = bench.forms(("packed",))
-    print(f"forms on {bench.label}: {'; '.join(everything)}", flush=True)
     for tokens in bench.sizes.tokens:
-        forms = everything
+        forms = bench.forms(("packed",), tokens)
         if tokens not in (bench.sizes.few, bench.sizes.many):
             forms = {
-                name: form
-                for name, form in everything.items()
-                if "tokens and" not in name
+                name: form for name, form in forms.items() if "tokens and" not in name
             }
+        print(f"T = {tokens} on {bench.label}: {'; '.join(forms)}", flush=True)
         programs = _step_programs(bench, forms, tokens)
         _check(bench, programs, forms, tokens)
         times = measure_all(programs, bench.counters)
@@ -148,7 +145,7 @@ def rows(bench: MeasuredMesh) -> Iterator[Result]:
         formats: tuple[RowFormat, ...] = ("packed", "bfloat16") if both else ("packed",)
         forms = {
             name: form
-            for name, form in bench.forms(formats).items()
+            for name, form in bench.forms(formats, tokens).items()
             # Whether the projection is cut makes no difference to rows.
             if not form.tensor_axes or form.shard_projection != form.sequence_parallel
         }
@@ -215,7 +212,8 @@ def _plain_all_to_all(bench: MeasuredMesh, forms, tokens, layers):
     width = config.head_dim + config.head_dim // mxfp8.BLOCK
     for name, form in forms.items():
         axes = tuple(a for a in form.row_token_axes if a in form.table_axes)
-        if not axes or (form.exchange, form.row_format) != ("all_to_all", "packed"):
+        how = bench.exchange_of(form, tokens), form.row_format
+        if not axes or how != ("all_to_all", "packed"):
             continue
         serving = form.size([a for a in form.data_axes if a in form.table_axes])
         shape = (tokens * serving, layers, form.shards.columns, width)
@@ -274,7 +272,8 @@ def _judge_rows(
         runs = times[name].runs
         # Each GPU reads the rows of all of a replica's tokens, half of them remote.
         whole = not form.sequence_parallel
-        if form.exchange != "peer_read" or form.row_format != "packed" or not runs:
+        peers = bench.exchange_of(form, tokens) == "peer_read"
+        if not peers or form.row_format != "packed" or not runs:
             continue
         us = device_times.median_of(runs, max)
         bound = {bench.sizes.many: 70.0, bench.sizes.few: 6.0}.get(tokens)

@@ -85,9 +85,7 @@ def launch(options: argparse.Namespace, arguments: list[str]) -> int:
 
     Only the first one's report is shown; errors of all are.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     script = Path(__file__).with_name("infer.py")
     started = []
     try:
@@ -97,7 +95,7 @@ def launch(options: argparse.Namespace, arguments: list[str]) -> int:
                 subprocess.Popen(
                     [sys.executable, str(script), *arguments, *own],
                     stdout=None if rank == 0 else subprocess.DEVNULL,
-                    env=os.environ | _own_gpus(options, rank),
+                    env=os.environ | own_gpus(options, rank),
                 )
             )
         return _wait(started)
@@ -105,6 +103,13 @@ def launch(options: argparse.Namespace, arguments: list[str]) -> int:
         for process in started:
             process.kill()
             process.wait()
+
+
+def free_address() -> str:
+    """Finds a port of this machine that nobody uses: HOST:PORT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _wait(started: list[subprocess.Popen]) -> int:
@@ -120,7 +125,7 @@ def _wait(started: list[subprocess.Popen]) -> int:
     return next((abs(code) for code in codes if code), 0)
 
 
-def _own_gpus(options: argparse.Namespace, rank: int) -> dict[str, str]:
+def own_gpus(options: argparse.Namespace, rank: int) -> dict[str, str]:
     """Gives each process its share of this machine's GPUs, if there are any."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmark_record import Result
 from measured_programs import Times
 
-from engram_jax import EngramLayout, EngramSharding, EngramStack, plan
+from engram_jax import EngramLayout, EngramSharding, EngramStack, mxfp8, plan
 from engram_jax.shards import Exchange, RowFormat, exchanges_of
 
 BATCHES = 4
@@ -52,20 +52,27 @@ def sizes_here() -> Sizes:
 class MeasuredMesh:
     """Stacks on one GPU and on a mesh of them, and what is measured with them."""
 
-    def __init__(self, axes: dict[str, int], tokens: list[int] | None = None):
-        """Choose the mesh.
+    def __init__(
+        self,
+        axes: dict[str, int],
+        tokens: list[int] | None = None,
+        sizes: Sizes | None = None,
+    ):
+        """Choose the mesh; nothing starts a backend yet.
 
         Args:
             axes: sizes of "tp" and "dp".
-            tokens: of each replica; None for all of `sizes_here`.
+            tokens: of each replica; None for all of the sizes.
+            sizes: what is measured; None for `sizes_here`.
         """
         self.axes = axes
         self._tokens = tokens
+        self._sizes = sizes
 
     @functools.cached_property
     def sizes(self) -> Sizes:
         """Give the sizes, with the tokens that were asked for."""
-        sizes = sizes_here()
+        sizes = self._sizes or sizes_here()
         asked = tuple(self._tokens or sizes.tokens)
         return dataclasses.replace(sizes, tokens=asked)
 
@@ -130,32 +137,47 @@ class MeasuredMesh:
         return counters
 
     @functools.cache  # noqa: B019  one object for the program's life
-    def _made(self, cut_projection: bool) -> EngramStack:
+    def made(self, cut_projection: bool) -> EngramStack:
+        """Make the stack on the mesh, tables once for all ways to project."""
         base = EngramSharding.on(
             self.mesh, self.layout, shard_projection=cut_projection
         )
         tables = None
         if not cut_projection and self.axes["tp"] > 1:
-            other = self._made(cut_projection=True)
+            other = self.made(cut_projection=True)
             tables = [
                 (layer.embedding.weight[...], layer.embedding.scale[...])
                 for layer in other.layers.values()
             ]
-        stack = mesh_stacks.make_stack(
+        return mesh_stacks.make_stack(
             self.sizes.config, self.layout, base, tables=tables
         )
+
+    @functools.cache  # noqa: B019
+    def _expanded(self, cut_projection: bool) -> EngramStack:
+        stack = self.made(cut_projection)
         stack.expand_projections()
         return stack
 
-    def stack(self, sharding: EngramSharding) -> EngramStack:
+    def stack(self, sharding: EngramSharding, *, expanded: bool = True) -> EngramStack:
         """Give the stack on the mesh with rows that travel so."""
-        made = self._made(cut_projection=sharding.shard_projection)
-        return mesh_stacks.with_sharding(made, sharding)
+        make = self._expanded if expanded else self.made
+        return mesh_stacks.with_sharding(make(sharding.shard_projection), sharding)
 
-    def forms(self, row_formats: tuple[RowFormat, ...]) -> dict[str, EngramSharding]:
+    def forms(
+        self, row_formats: tuple[RowFormat, ...], tokens: int
+    ) -> dict[str, EngramSharding]:
         """List the ways to lie on the mesh, the library's own choices first.
 
-        Forms that come out as the same collectives are listed once.
+        Forms that come out as the same collectives are listed once; those that these
+        devices do not have are left out, and named.
+
+        Args:
+            row_formats: in which rows travel.
+            tokens: of each replica.
+
+        Returns:
+            Shardings by name.
         """
         bases: dict[str, dict[str, Any]] = {"": {}}
         if self.axes["tp"] > 1:
@@ -172,8 +194,7 @@ class MeasuredMesh:
         seen = set()
         for base, choices in bases.items():
             for row_format in row_formats:
-                exchanges: list[Exchange | None] = [None, *exchanges_of("heads")]
-                for exchange in exchanges:
+                for exchange in self._exchanges:
                     sharding = EngramSharding.on(
                         self.mesh,
                         self.layout,
@@ -181,25 +202,51 @@ class MeasuredMesh:
                         row_format=row_format,
                         **choices,
                     )
-                    key = self._program_of(sharding)
+                    key = self._program_of(sharding, tokens)
                     if key not in seen:
                         seen.add(key)
-                        parts = [base, sharding.exchange, row_format]
+                        parts = [base, self.exchange_of(sharding, tokens), row_format]
                         found[", ".join(filter(None, parts))] = sharding
         return found
 
-    def _program_of(self, sharding: EngramSharding) -> Any:
+    @functools.cached_property
+    def _exchanges(self) -> list[Exchange | None]:
+        """None for the library's choice, then every form that this mesh can run."""
+        can: list[Exchange | None] = [None]
+        for exchange in exchanges_of("heads"):
+            try:
+                EngramSharding.on(self.mesh, self.layout, exchange=exchange)
+            except ValueError as error:
+                print(f"left out: {error}", flush=True)
+            else:
+                can.append(exchange)
+        return can
+
+    def exchange_of(self, sharding: EngramSharding, tokens: int) -> Exchange:
+        """Say how rows come for so many tokens of each replica."""
+        return sharding.exchange_for(tokens * self.replicas)
+
+    def _program_of(self, sharding: EngramSharding, tokens: int) -> Any:
         moves = tuple(plan.transfers(sharding, self.sizes.config, self.sizes.many))
-        collective = sharding.exchange in ("all_gather", "all_to_all")
-        how = moves if collective else sharding.exchange
+        exchange = self.exchange_of(sharding, tokens)
+        how = exchange if exchange == "peer_read" else moves
         return how, sharding.row_format, sharding.token_axes, sharding.shard_projection
 
     def received(self, sharding: EngramSharding, tokens: int) -> dict[str, int]:
         """Compute what a device takes in over the links in one step, by what it is."""
         config = self.sizes.config
+        peers = self.exchange_of(sharding, tokens) == "peer_read"
         moved: dict[str, int] = {}
         for move in plan.transfers(sharding, config, tokens):
-            moved[move.what] = moved.get(move.what, 0) + move.received
+            if not peers or move.what == "kv":
+                moved[move.what] = moved.get(move.what, 0) + move.received
+        if peers:
+            devices = sharding.size(sharding.row_token_axes)
+            mine = sharding.pad_tokens(tokens * self.replicas) // devices
+            remote = mine * config.n_hash_cols - mine * sharding.shards.columns
+            # From the shards' memory as it lies there, whatever it becomes here.
+            row = config.head_dim + config.head_dim // mxfp8.BLOCK
+            moved["rows"] = remote * config.num_layers * row
         return moved
 
     def place(self, sharding: EngramSharding, tokens: int) -> list[Any]:

@@ -339,11 +339,14 @@ class Step:
 
         return cls(leaves, merge, sharding is not None and bool(sharding.data_axes))
 
-    def __call__(self, leaves, hidden, batch):
-        """Run hash, rows, projection and gate of every layer."""
+    def make_batch(self, leaves: list[Any], batch: dict[str, Any]) -> Any:
+        """Run hash and rows of every layer."""
         stack = self.merge(leaves)
-        make = stack.replica_batch if self.by_replica else stack.batch
-        made = make(**batch)
+        return (stack.replica_batch if self.by_replica else stack.batch)(**batch)
+
+    def __call__(self, leaves: list[Any], hidden: Any, batch: dict[str, Any]) -> Any:
+        """Run hash, rows, projection and gate of every layer."""
+        stack, made = self.merge(leaves), self.make_batch(leaves, batch)
         for layer_id in stack.config.layer_ids:
             hidden = stack(layer_id, hidden, made)
         return hidden

@@ -101,10 +101,10 @@ def test_jobs_that_cannot_be_are_refused(run, arguments, message, monkeypatch):
 def test_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     options = infer.parse_arguments(["--mesh", "tp=2,dp=2", "--processes", "2"])
-    shares = [infer_mesh._own_gpus(options, rank) for rank in range(2)]
+    shares = [infer_mesh.own_gpus(options, rank) for rank in range(2)]
     assert shares == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert infer_mesh._own_gpus(options, 0) == {}
+    assert infer_mesh.own_gpus(options, 0) == {}
