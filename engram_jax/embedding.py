@@ -213,7 +213,9 @@ class ParallelEngramEmbedding(nnx.Module):
         if self.sharding is None or not self.sharding.reads_peers:
             return
         weight, scale = (
-            None if part is None else part[...] for part in (self.weight, self.scale)
+            # Not part[...], which a shape that stands in for an array does not have.
+            None if part is None else part.get_value()
+            for part in (self.weight, self.scale)
         )
         reason = table_reason(weight, scale, self.backend)
         if reason is None:

@@ -89,8 +89,9 @@ def table_reason(weight: Any, scale: Any, backend: str | None) -> str | None:
         return f"its backend is {backend!r}, and the kernel is the only form"
     if isinstance(weight, Tracer) or isinstance(scale, Tracer):
         return "it is being traced, and has no address yet"
-    if weight.sharding.memory_kind not in (None, "device"):
-        return f"it lies in {weight.sharding.memory_kind} memory"
+    kind = getattr(weight.sharding, "memory_kind", None)  # a shape may have none
+    if kind not in (None, "device"):
+        return f"it lies in {kind} memory"
     return None
 
 

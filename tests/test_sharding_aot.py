@@ -79,12 +79,18 @@ def stack_on_paper(config, layout, sharding) -> EngramStack:
     return EngramStack(config, NgramHashState(layout, token_map), layers)
 
 
+@pytest.mark.parametrize("exchange", [None, "collective"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_decode_step_compiles_for_four_h200s(v41, library_errors, sequence_parallel):
+def test_decode_step_compiles_for_four_h200s(
+    v41, library_errors, sequence_parallel, exchange
+):
     config = EngramConfig.from_dict(v41["config"])
     layout = EngramLayout.from_config(config)
     sharding = EngramSharding.on(
-        four_h200s(), layout, sequence_parallel=sequence_parallel
+        four_h200s(),
+        layout,
+        sequence_parallel=sequence_parallel,
+        exchange=exchange and "all_to_all",
     )
     graph, state = nnx.split(stack_on_paper(config, layout, sharding))
     state = jax.tree.map(
@@ -122,15 +128,24 @@ def test_decode_step_compiles_for_four_h200s(v41, library_errors, sequence_paral
             .compile()
         )
     hlo = compiled.as_text() or ""
-    # Ids over dp, rows of both layers back at once; without sequence parallelism the
-    # columns of the tensor axis are gathered: of rows, and of keys and values of both
-    # layers, which XLA may gather together.
+    # Without sequence parallelism the columns of the tensor axis are gathered: those of
+    # keys and values of both layers, which XLA may gather together.
     found = counts(hlo)
-    assert found.keys() == {"all-gather", "all-to-all"}
-    assert found["all-to-all"] == 1
-    assert found["all-gather"] in ({1} if sequence_parallel else {3, 4})
-    exchange = next(x for x in hlo.splitlines() if "= " in x and "all-to-all" in x)
-    assert "u8[" in exchange
+    if exchange is None:
+        # Rows by one kernel, and no collective for them.
+        assert sharding.exchange_for(TOKENS) == "peer_read"
+        assert found.keys() == (set() if sequence_parallel else {"all-gather"})
+        assert found.get("all-gather", 0) in ({0} if sequence_parallel else {1, 2})
+        calls = [x for x in hlo.splitlines() if "mosaic_gpu" in x and "= u8[" in x]
+        assert len(calls) == 1
+        assert "u32[5,8]" in hlo  # the addresses of four shards and the own
+    else:
+        # Ids over dp, rows of both layers back at once, and their columns over tp.
+        assert found.keys() == {"all-gather", "all-to-all"}
+        assert found["all-to-all"] == 1
+        assert found["all-gather"] in ({1} if sequence_parallel else {3, 4})
+        trade = next(x for x in hlo.splitlines() if "= " in x and "all-to-all" in x)
+        assert "u8[" in trade
     # The kernels run, and no table is copied: 50 GB are operands, little is temporary.
     assert "mosaic_gpu" in hlo
     memory = compiled.memory_analysis()
