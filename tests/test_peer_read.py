@@ -52,9 +52,9 @@ def tables():
     return ranked_tables(LAYOUT)
 
 
-def read_by_address(records, ids, columns, rows_per_shard):
+def read_by_address(records, ids, width, columns, rows_per_shard):
     """Packed rows of ids [T, L, C], from wherever the records say."""
-    rows = np.zeros((*ids.shape, WIDTH + WIDTH // 32), np.uint8)
+    rows = np.zeros((*ids.shape, width + width // 32), np.uint8)
     for token, layer, column in np.ndindex(ids.shape):
         number, last = int(ids[token, layer, column]), len(records[layer]) - 2
         shard = column // columns if columns else number // rows_per_shard[layer]
@@ -63,8 +63,8 @@ def read_by_address(records, ids, columns, rows_per_shard):
         start, end = ends & 0xFFFFFFFF, ends >> 32
         if start <= number < end:
             local = number - start
-            row = ctypes.string_at(weight + local * WIDTH, WIDTH)
-            row += ctypes.string_at(scale + local * (WIDTH // 32), WIDTH // 32)
+            row = ctypes.string_at(weight + local * width, width)
+            row += ctypes.string_at(scale + local * (width // 32), width // 32)
             rows[token, layer, column] = np.frombuffer(row, np.uint8)
     return rows
 
@@ -76,15 +76,17 @@ def peers(monkeypatch):
 
     def peer_lookup(weights, scales, records, ids, *, columns, rows_per_shard, packed):
         calls.append(ids.shape)
-        assert [w.dtype for w in weights] == [jnp.float8_e4m3fn] * len(records)
-        assert [s.dtype for s in scales] == [jnp.uint8] * len(records)
-        shape = jax.ShapeDtypeStruct((*ids.shape, WIDTH + WIDTH // 32), jnp.uint8)
+        width = weights[0].shape[1]
+        assert {x.dtype.itemsize for x in (*weights, *scales)} == {1}
+        shape = jax.ShapeDtypeStruct((*ids.shape, width + width // 32), jnp.uint8)
 
         def read(records, ids):
             known = [np.asarray(record) for record in records]
-            return read_by_address(known, np.asarray(ids), columns, rows_per_shard)
+            ids = np.asarray(ids)
+            return read_by_address(known, ids, width, columns, rows_per_shard)
 
-        rows = jax.pure_callback(read, shape, list(records), ids)
+        operands = (list(records), ids)
+        rows = jax.pure_callback(read, shape, *operands, vmap_method="sequential")
         return rows if packed else mxfp8.dequantize(*mxfp8.unpack(rows))
 
     monkeypatch.setattr(kernels, "peer_lookup", peer_lookup)
@@ -334,11 +336,6 @@ def test_tables_that_peers_cannot_read_are_refused_as_asked(peers, tables):
 
 
 # --- Replaced tables ------------------------------------------------------------------
-
-
-def copied(variable):
-    """The same values elsewhere."""
-    return jax.device_put(variable[...], variable[...].sharding, may_alias=False) + 0
 
 
 @pytest.mark.parametrize("part", ["weight", "scale"])

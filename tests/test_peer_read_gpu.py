@@ -1,0 +1,180 @@
+"""Rows read from the memory of the other GPU, over NVLink or PCIe.
+
+Needs two GPUs (``-m gpu``). What can be said without them is in `test_peer_read` and
+`kernels/test_peer_lookup_pallas`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hlo_collectives import counts
+from jax import lax
+from mesh_cases import (
+    column_ids,
+    mesh,
+    packed_rows,
+    ranked_tables,
+    sharded,
+    stack24,
+)
+from small_stack import random_hidden, random_ids
+
+from engram_jax import EngramLayout, EngramSharding, ParallelEngramEmbedding, mxfp8
+from engram_jax.exchange import fetch_rows
+
+pytestmark = pytest.mark.gpu
+
+LAYOUT = stack24().layout
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    if len(jax.devices()) < 2:
+        pytest.skip(f"needs 2 GPUs, and there is {len(jax.devices())}")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return ranked_tables(LAYOUT)
+
+
+def fetch_of(sharding, parts):
+    """A jitted fetch, the tables' state as its argument."""
+    graph, state = nnx.split(nnx.List(parts))
+
+    @jax.jit
+    def fetch(state, ids):
+        return fetch_rows(sharding, list(nnx.merge(graph, state)), ids)
+
+    return fetch, state
+
+
+@pytest.mark.parametrize("row_format", ["packed", "bfloat16"])
+@pytest.mark.parametrize("cut", ["heads", "rows"])
+@pytest.mark.parametrize(
+    ("shape", "choices"),
+    [((1, 2), {}), ((2, 1), {}), ((2, 1), {"sequence_parallel": True})],
+    ids=["dp", "tp", "sp"],
+)
+def test_rows_are_those_of_one_gpu(tables, shape, choices, cut, row_format):
+    """By any cut, to its own tokens or to all; 1,001 tokens have pieces in flight."""
+    sharding = EngramSharding.on(
+        mesh(*shape), LAYOUT, cut=cut, row_format=row_format, **choices
+    )
+    assert sharding.exchange_for(1) == "peer_read"  # chosen, not asked for
+    fetch, state = fetch_of(sharding, sharded(tables, sharding))
+    for tokens in (1, 13, 1001):
+        ids = column_ids(LAYOUT, tokens, seed=tokens)
+        wanted = packed_rows(tables, ids)
+        if row_format == "bfloat16":
+            wanted = np.asarray(mxfp8.dequantize(*mxfp8.unpack(jnp.asarray(wanted))))
+        rows = np.asarray(fetch(state, ids))
+        np.testing.assert_array_equal(
+            rows[:tokens].view(np.uint8), wanted.view(np.uint8)
+        )
+        assert not rows[tokens:].any()
+    compiled = fetch.lower(state, column_ids(LAYOUT, 8)).compile()
+    assert not counts(compiled.as_text())
+
+
+def test_a_stack_gives_the_outputs_of_a_collective():
+    def run(exchange):
+        sharding = EngramSharding.on(mesh(1, 2), LAYOUT, exchange=exchange)
+        graph, state = nnx.split(stack24().shard(sharding))
+
+        @jax.jit
+        def step(state, hidden, ids):
+            stack = nnx.merge(graph, state)
+            batch = stack.batch(ids, np.arange(8), np.array([0, 8]))
+            return stack(3, stack(1, hidden, batch), batch)
+
+        return np.asarray(step(state, random_hidden(8), random_ids(8)))
+
+    np.testing.assert_array_equal(
+        run("peer_read").view(np.uint16), run("all_to_all").view(np.uint16)
+    )
+
+
+def test_rows_are_right_within_loops_and_vmap(tables):
+    """A loop that copied its tables would make every row NaN."""
+    sharding = EngramSharding.on(mesh(1, 2), LAYOUT, exchange="peer_read")
+    graph, state = nnx.split(nnx.List(sharded(tables, sharding)))
+    ids = column_ids(LAYOUT, 24).reshape(3, 8, *LAYOUT.offsets.shape)
+
+    @jax.jit
+    def both(state, ids):
+        fetch = functools.partial(fetch_rows, sharding, list(nnx.merge(graph, state)))
+        _, scanned = lax.scan(lambda carry, i: (carry, fetch(i)), 0, ids)
+        return scanned, jax.vmap(jax.checkpoint(fetch))(ids)
+
+    wanted = packed_rows(tables, ids.reshape(24, *ids.shape[2:]))
+    for rows in both(state, ids):
+        np.testing.assert_array_equal(rows.reshape(wanted.shape), wanted)
+
+
+def test_a_replaced_table_is_refused_and_inside_jit_nan(tables):
+    sharding = EngramSharding.on(
+        mesh(1, 2), LAYOUT, exchange="peer_read", row_format="bfloat16"
+    )
+    parts = sharded(tables, sharding)
+    fetch, state = fetch_of(sharding, parts)
+    ids = column_ids(LAYOUT, 8)
+    before = np.asarray(fetch(state, ids)).astype(np.float32)
+    assert not np.isnan(before).any()
+    parts[1].weight[...] = jnp.copy(parts[1].weight[...])  # the old one lives on
+    with pytest.raises(ValueError, match="index 1 does not lie where its addresses"):
+        fetch_rows(sharding, parts, ids)
+    _, moved = nnx.split(nnx.List(parts))
+    rows = np.asarray(fetch(moved, ids)).astype(np.float32)
+    np.testing.assert_array_equal(rows[:, 0], before[:, 0])
+    inside = np.asarray(ids[:, 1]) >= 0
+    assert np.isnan(rows[:, 1][inside]).all()
+    assert not rows[:, 1][~inside].any()
+    parts[1].record_addresses()
+    _, again = nnx.split(nnx.List(parts))
+    rows = np.asarray(fetch(again, ids)).astype(np.float32)
+    np.testing.assert_array_equal(rows, before)
+
+
+@pytest.mark.parametrize("cut", ["heads", "rows"])
+def test_last_rows_of_shards_of_more_than_2_31_bytes(cut):
+    """Pitfall: offsets of values overflow int32 within one shard."""
+    columns, width, shard = 24, 256, 12 * 750_000
+    layout = EngramLayout(
+        layer_ids=(0,),
+        primes=np.full((1, 3, 8), 750_000),
+        offsets=np.arange(columns)[None] * 750_000,
+        multipliers=np.array([[3, 5, 7, 9]]),
+        num_rows=(2 * shard,),
+        pad_token_id=0,
+        compressed_vocab_size=100,
+        max_ngram_size=4,
+        n_heads=8,
+    )
+    assert shard * width > 2**31
+    sharding = EngramSharding.on(mesh(1, 2), layout, cut=cut, exchange="peer_read")
+    place = sharding.named(sharding.table)
+
+    @functools.partial(jax.jit, static_argnums=0, out_shardings=place)
+    def numbered(wide):
+        row = lax.broadcasted_iota(jnp.uint32, (2 * shard, wide), 0)
+        return (row * 40503 >> 9).astype(jnp.uint8)
+
+    table = ParallelEngramEmbedding(numbered(width), numbered(8), sharding=sharding)
+    ends = np.arange(1, columns + 1) * 750_000 - 1
+    ids = np.stack([ends, ends - 1, ends, ends + 2 * shard]).astype(np.int32)
+    if cut == "rows":  # any id in any column
+        ids[2] = ends[::-1]
+        ids[1, :4] = 0, shard - 1, shard, 2 * shard - 1
+    rows = np.asarray(table.lookup_packed(jnp.asarray(ids)))
+    expected = (ids.astype(np.uint32) * np.uint32(40503) >> 9).astype(np.uint8)
+    expected[3] = 0
+    np.testing.assert_array_equal(
+        rows, np.broadcast_to(expected[..., None], (*ids.shape, width + 8))
+    )
