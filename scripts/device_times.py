@@ -96,6 +96,7 @@ def trace(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
         return None
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False  # large, and nobody reads it here
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:

@@ -220,7 +220,7 @@ def test_outputs_that_differ_are_not_timed():
         return right.call(*operands) + jnp.bfloat16(0.25)
 
     programs[name] = Program(wrong, right.leaves, right.batches, right.start)
-    with pytest.raises(AssertionError, match="elements by more than a rounding"):
+    with pytest.raises(AssertionError, match="elements by more than the roundings"):
         benchmark_mesh._check(bench, programs, forms, 4)
 
 
