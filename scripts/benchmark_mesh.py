@@ -35,11 +35,16 @@ PLAIN = "plain all_to_all of the bytes of: "
 def step(bench: MeasuredMesh) -> Iterator[Result]:
     """Time hash to output: every form against one GPU."""
     for tokens in bench.sizes.tokens:
-        forms = bench.forms(("packed",), tokens)
-        if tokens not in (bench.sizes.few, bench.sizes.many):
-            forms = {
-                name: form for name, form in forms.items() if "tokens and" not in name
-            }
+        judged = tokens in (bench.sizes.few, bench.sizes.many)
+        forms = {
+            name: form
+            for name, form in bench.forms(("packed", "bfloat16"), tokens).items()
+            # Through a collective, decoded rows are twice the bytes.
+            if form.row_format == "packed"
+            or (judged and bench.exchange_of(form, tokens) == "peer_read")
+        }
+        if not judged:
+            forms = {n: form for n, form in forms.items() if "tokens and" not in n}
         print(f"T = {tokens} on {bench.label}: {'; '.join(forms)}", flush=True)
         programs = _step_programs(bench, forms, tokens)
         _check(bench, programs, forms, tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from benchmark_record import Result
 from measured_programs import Times
 
-from engram_jax import EngramLayout, EngramSharding, EngramStack, mxfp8, plan
+from engram_jax import EngramLayout, EngramSharding, EngramStack, plan
 from engram_jax.shards import Exchange, RowFormat, exchanges_of
 
 BATCHES = 4
@@ -227,26 +227,19 @@ class MeasuredMesh:
         return sharding.exchange_for(tokens * self.replicas)
 
     def _program_of(self, sharding: EngramSharding, tokens: int) -> Any:
-        moves = tuple(plan.transfers(sharding, self.sizes.config, self.sizes.many))
-        exchange = self.exchange_of(sharding, tokens)
-        how = exchange if exchange == "peer_read" else moves
-        return how, sharding.row_format, sharding.token_axes, sharding.shard_projection
+        moves = tuple(plan.transfers(sharding, self.sizes.config, tokens))
+        return (
+            moves,
+            sharding.row_format,
+            sharding.token_axes,
+            sharding.shard_projection,
+        )
 
     def received(self, sharding: EngramSharding, tokens: int) -> dict[str, int]:
         """Compute what a device takes in over the links in one step, by what it is."""
-        config = self.sizes.config
-        peers = self.exchange_of(sharding, tokens) == "peer_read"
         moved: dict[str, int] = {}
-        for move in plan.transfers(sharding, config, tokens):
-            if not peers or move.what == "kv":
-                moved[move.what] = moved.get(move.what, 0) + move.received
-        if peers:
-            devices = sharding.size(sharding.row_token_axes)
-            mine = sharding.pad_tokens(tokens * self.replicas) // devices
-            remote = mine * config.n_hash_cols - mine * sharding.shards.columns
-            # From the shards' memory as it lies there, whatever it becomes here.
-            row = config.head_dim + config.head_dim // mxfp8.BLOCK
-            moved["rows"] = remote * config.num_layers * row
+        for move in plan.transfers(sharding, self.sizes.config, tokens):
+            moved[move.what] = moved.get(move.what, 0) + move.received
         return moved
 
     def place(self, sharding: EngramSharding, tokens: int) -> list[Any]:
