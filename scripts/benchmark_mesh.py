@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import device_times
 import jax
@@ -56,7 +56,6 @@ def step(bench: MeasuredMesh) -> Iterator[Result]:
 
 
 def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
-    config = bench.sizes.config
     jobs, rest = {}, {}
     for name, sharding in {ONE: None, **forms}.items():
         step = mesh_stacks.Step.of(
@@ -70,8 +69,7 @@ def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
         else:
             batches = bench.place(sharding, tokens)
         count = tokens * (1 if sharding is None else bench.replicas)
-        start = functools.partial(mesh_stacks.make_hidden, config, count, sharding)
-        hidden = start()
+        hidden = bench.hidden(sharding, count)
         # A new operand for each run: the step takes its memory.
         again = functools.partial(jnp.copy, hidden)
         jobs[name] = functools.partial(
@@ -194,20 +192,23 @@ def _rows_of(bench: MeasuredMesh, forms, tokens, layer) -> Iterator[Result]:
 def _row_operands(bench: MeasuredMesh, tokens, layer):
     """Ids of all replicas' tokens, and the first ones' rows as one GPU has them."""
     ids = []
-    hash_state = cast(Any, bench.one.hash_state)
     for turn in range(BATCHES):
-        hashed = [hash_state(**batch) for batch in bench.batches(tokens, turn)]
-        ids.append(np.concatenate([np.asarray(x) for x in hashed]))
-    layers = list(bench.one.layers.values())
-    if layer is not None:
-        layers, ids = [layers[layer]], [x[:, layer : layer + 1] for x in ids]
-    tables = [one.embedding for one in layers]
-    read = jax.jit(kernels.lookup_packed)
+        hashed = [bench.host_hash(batch)[0] for batch in bench.batches(tokens, turn)]
+        ids.append(np.concatenate(hashed))
+    chosen = slice(None) if layer is None else slice(layer, layer + 1)
+    ids = [x[:, chosen] for x in ids]
+    tables = [one.embedding for one in bench.one.layers.values()][chosen]
     rows = [
-        read(table.weight[...], table.scale[...], jnp.asarray(ids[0][:, i]))
+        _read(table.weight[...], table.scale[...], jnp.asarray(ids[0][:, i]))
         for i, table in enumerate(tables)
     ]
     return ids, jnp.stack(rows, axis=1)
+
+
+@jax.jit
+def _read(weight: jax.Array, scale: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows by the form that defines the operation."""
+    return kernels.lookup_packed(weight, scale, ids, backend="xla")
 
 
 def _plain_all_to_all(bench: MeasuredMesh, forms, tokens, layers):

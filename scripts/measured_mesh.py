@@ -17,6 +17,7 @@ from benchmark_record import Result
 from measured_programs import Times
 
 from engram_jax import EngramLayout, EngramSharding, EngramStack, plan
+from engram_jax.host_hash import HostHash
 from engram_jax.shards import Exchange, RowFormat, exchanges_of
 
 BATCHES = 4
@@ -68,6 +69,7 @@ class MeasuredMesh:
         self.axes = axes
         self._tokens = tokens
         self._sizes = sizes
+        self._hidden: dict[Any, jax.Array] = {}
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -125,6 +127,19 @@ class MeasuredMesh:
         stack = mesh_stacks.make_stack(self.sizes.config, self.layout)
         stack.expand_projections()
         return stack
+
+    @functools.cached_property
+    def host_hash(self) -> HostHash:
+        """Hash on the CPU: what no GPU had a hand in."""
+        return HostHash(self.one.hash_state)
+
+    def hidden(self, sharding: EngramSharding | None, tokens: int) -> jax.Array:
+        """Make the hidden states of all replicas' tokens, once for each place."""
+        key = tokens, None if sharding is None else sharding.tokens
+        if key not in self._hidden:
+            made = mesh_stacks.make_hidden(self.sizes.config, tokens, sharding)
+            self._hidden[key] = made
+        return self._hidden[key]
 
     @functools.cached_property
     def counters(self) -> device_times.LinkCounters | None:
