@@ -94,6 +94,21 @@ def trace(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
     """
     if jax.default_backend() != "gpu":
         return None
+    timelines = _profile(calls)
+    runs = split_runs(timelines, len(calls))
+    if runs is None:
+        counts = [len(timeline) for timeline in timelines]
+        print(
+            f"the profiler's timelines do not fit {len(calls)} calls: {counts} events; "
+            "kernel times without saying of which GPU instead",
+            flush=True,
+        )
+        runs = _trace_together(calls)
+    return runs
+
+
+def _profile(calls: Sequence[Callable[[], Any]]) -> list[list[Event]]:
+    """Every GPU's events of all calls."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     options.enable_hlo_proto = False  # large, and nobody reads it here
@@ -106,17 +121,7 @@ def trace(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
         finally:
             jax.profiler.stop_trace()
         files = list(Path(folder).rglob("*.xplane.pb"))
-        timelines = read_timelines(files[0]) if files else []
-    runs = split_runs(timelines, len(calls))
-    if runs is None:
-        counts = [len(timeline) for timeline in timelines]
-        print(
-            f"the profiler's timelines do not fit {len(calls)} calls: {counts} events; "
-            "times without GPUs instead",
-            flush=True,
-        )
-        return _trace_together(calls)
-    return runs
+        return read_timelines(files[0]) if files else []
 
 
 def read_timelines(path: Path) -> list[list[Event]]:
@@ -172,19 +177,25 @@ def split_runs(timelines: list[list[Event]], count: int) -> list[Run] | None:
 def _trace_together(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
     """Time kernels without knowing their GPU: as if each had run on all, in shares."""
     profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
-    if profiler.mosaic_gpu_lib is None:
+    library = getattr(profiler, "mosaic_gpu_lib", None)
+    if library is None:
         return None
-    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti = library._mosaic_gpu_ext
     runs, gpus = [], jax.local_device_count()
-    for call in calls:
-        cupti._cupti_init()
-        try:
-            jax.block_until_ready(call())
-        finally:
-            times = cupti._cupti_get_timings(True)
-        if not times:
-            return None
-        runs.append(Run((tuple(Event(n, 0.0, 1e3 * ms / gpus) for n, ms in times),)))
+    try:
+        for call in calls:
+            cupti._cupti_init()
+            try:
+                jax.block_until_ready(call())
+            finally:
+                times = cupti._cupti_get_timings(True)
+            if not times:
+                return None
+            shares = (Event(name, 0.0, 1e3 * ms / gpus) for name, ms in times)
+            runs.append(Run((tuple(shares),)))
+    except RuntimeError as error:  # CUPTI's own, such as that another one uses it
+        print(f"no kernel times: {error}", flush=True)
+        return None
     return runs
 
 

@@ -140,6 +140,14 @@ def test_only_gpus_streams_are_read(monkeypatch):
     assert [(event.start, event.us) for event in one] == [(0.0, 0.5)]
 
 
+def test_timelines_that_do_not_fit_are_said(monkeypatch, capsys):
+    """Here a machine without GPUs that says it has some: walls are left."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    add = jax.jit(lambda x: x + 1)
+    assert device_times.trace([lambda: add(1.0)] * 2) is None
+    assert "do not fit 2 calls: [] events" in capsys.readouterr().out
+
+
 def test_without_counters_the_reason_is_known():
     counters = device_times.LinkCounters(2)
     assert counters.reason
