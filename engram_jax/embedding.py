@@ -209,6 +209,7 @@ class ParallelEngramEmbedding(nnx.Module):
 
         Raises:
             ValueError: rows are to come by "peer_read", and this table's cannot.
+            RuntimeError: a process cannot open another's memory.
         """
         if self.sharding is None or not self.sharding.reads_peers:
             return
@@ -242,9 +243,9 @@ class ParallelEngramEmbedding(nnx.Module):
             ValueError: the table was replaced, copied or restored since; call
                 `record_addresses`.
         """
-        if self.sharding is not None and self.addresses is not None:
+        if self.addresses is not None:
             parts = (self.weight[...], self.scale[...], self.addresses[...])
-            check_addresses(self.sharding, self.layer_index, *parts)
+            check_addresses(self.layer_index, *parts)
 
     def shard(
         self, sharding: EngramSharding, layer_index: int

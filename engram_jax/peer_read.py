@@ -2,11 +2,12 @@
 
 Within one process a GPU reads another's memory by its address, over NVLink or PCIe. So
 a device needs no collective for rows that others hold, only their tables' addresses
-(`record_addresses`), which stay what they are while nobody replaces the tables.
+(`record_addresses`), which stay what they are while nobody replaces the tables. For
+memory of another process of the same host the driver gives an address, too.
 """
 
-import ctypes
-import functools
+import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,21 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from . import kernels
+from . import gpu_driver, kernels
+from .processes import agreement
 
 if TYPE_CHECKING:  # it takes `mesh_reason` from here
     from .sharding import EngramSharding
 
 
-def mesh_reason(mesh: Mesh | AbstractMesh) -> str | None:
+def mesh_reason(
+    mesh: Mesh | AbstractMesh, *, across_processes: bool = False
+) -> str | None:
     """Say why the devices of a mesh cannot read each other's memory, or give None.
 
     Args:
       mesh: The devices. Those that exist on paper only (to compile for) are taken for
         connected.
+      across_processes: Whether they may belong to several processes; only
+        `record_addresses` then finds out whether these reach each other.
 
     Returns:
       The reason, for a message.
@@ -36,38 +43,30 @@ def mesh_reason(mesh: Mesh | AbstractMesh) -> str | None:
     if isinstance(mesh, AbstractMesh):
         return "the mesh is abstract, without devices"
     devices = list(mesh.devices.flat)
-    processes = {device.process_index for device in devices}
-    if processes != {jax.process_index()}:
-        return (
-            f"its devices belong to {len(processes)} processes, and an address is of "
-            "one process only"
-        )
     for device in devices:
         reason = kernels.device_reason(device)
         if reason is not None:
             return reason
+    processes = {device.process_index for device in devices}
+    if len(processes) > 1 or processes != {jax.process_index()}:
+        if not across_processes:
+            return (
+                f"its devices belong to {len(processes)} processes, between which it "
+                "runs only where exchange='peer_read' asks for it"
+            )
+        if processes != set(range(jax.process_count())):
+            return (
+                f"its devices belong to {len(processes)} of {jax.process_count()} "
+                "processes, and all must tell each other their addresses"
+            )
+        return None
     numbers = [device.local_hardware_id for device in devices]
     if None in numbers:
         return None
     for one, other in np.ndindex(len(numbers), len(numbers)):
-        if one != other and not _can_reach(numbers[one], numbers[other]):
+        if one != other and not gpu_driver.can_reach(numbers[one], numbers[other]):
             return f"{devices[one]} cannot reach the memory of {devices[other]}"
     return None
-
-
-@functools.cache
-def _can_reach(one: int, other: int) -> bool:
-    """Ask the driver; JAX lets all GPUs reach each other that can."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    devices, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
-    calls = [driver.cuInit(0)]
-    for device, number in zip(devices, (one, other), strict=True):
-        calls.append(driver.cuDeviceGet(ctypes.byref(device), number))
-    calls.append(driver.cuDeviceCanAccessPeer(ctypes.byref(answer), *devices))
-    return not any(calls) and answer.value == 1
 
 
 def table_reason(weight: Any, scale: Any, backend: str | None) -> str | None:
@@ -111,58 +110,103 @@ def record_addresses(
     Returns:
       uint32 [devices, S + 1, 8], laid out by `sharding.by_device`:
       `kernels.make_record` of each device. Of shapes without arrays, the shape.
+
+    Raises:
+      RuntimeError: A process cannot open another's memory; all processes raise it.
     """
+    mesh, shards = sharding.mesh, sharding.shards
     place = sharding.named(sharding.by_device)
+    shape = (mesh.size, shards.num_shards + 1, kernels.RECORD_WORDS)
     if isinstance(weight, jax.ShapeDtypeStruct):
-        shape = (sharding.mesh.size, sharding.shards.num_shards + 1, 8)
         struct: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=place)
         return struct
     jax.block_until_ready((weight, scale))  # before a peer reads it
-    return jax.device_put(_addresses(sharding, layer, weight, scale), place)
+    rows = np.stack([shards.row_start[layer], shards.row_end[layer]], axis=1)
+    records = {}
+    known = _known_addresses(mesh, _own_addresses(weight, scale))
+    for holders in _groups(sharding):
+        for shard, reader in enumerate(holders):
+            if reader.process_index == jax.process_index():
+                places = [known(reader, holder) for holder in holders]
+                record = kernels.make_record(places, rows, shard)[None]
+                records[reader] = jax.device_put(record, reader)
+    mine = [records[device] for device in mesh.devices.flat if device in records]
+    return jax.make_array_from_single_device_arrays(shape, place, mine)
 
 
-def check_addresses(
-    sharding: "EngramSharding", layer: int, weight: Array, scale: Array, recorded: Array
-) -> None:
+def check_addresses(layer: int, weight: Array, scale: Array, recorded: Array) -> None:
     """Refuse a table that no longer lies where its addresses were recorded.
 
     Args:
-      sharding: How the table lies on the mesh.
       layer: The layer's index, from 0.
       weight: The table's values.
       scale: Its scales.
       recorded: What `record_addresses` gave.
 
     Raises:
-      ValueError: One of its shards lies elsewhere.
+      ValueError: One of its shards, of this process, lies elsewhere.
     """
-    now = _addresses(sharding, layer, weight, scale)
-    moved = (now != np.asarray(recorded)).any(axis=(1, 2))
-    if moved.any():
+    now = _own_addresses(weight, scale)
+    entries = {
+        part.device: np.asarray(part.data)[0, -1]
+        for part in recorded.addressable_shards
+    }
+    moved = [
+        device
+        for device, entry in entries.items()
+        if entry[:4].copy().view("<u8").tolist() != now[device]
+    ]
+    if moved:
         raise ValueError(
             f"the table of layer index {layer} does not lie where its addresses were "
-            f"recorded (it was replaced, copied or restored), so that {moved.sum()} of "
-            f"{len(moved)} devices would read other memory. Call its embedding's "
-            "record_addresses() after putting a table in place"
+            f"recorded on {len(moved)} of {len(entries)} devices (it was replaced, "
+            "copied or restored), and others would read other memory. Call its "
+            "embedding's record_addresses() after putting a table in place"
         )
 
 
-def _addresses(sharding, layer, weight, scale) -> npt.NDArray[np.uint32]:
-    mesh, shards = sharding.mesh, sharding.shards
-    whole = [name for name in mesh.axis_names if name not in sharding.table_axes]
-    order = [mesh.axis_names.index(name) for name in (*whole, *sharding.table_axes)]
-    at = [
+def _own_addresses(weight: Array, scale: Array) -> dict[Any, list[int]]:
+    """Where values and scales lie on each device of this process."""
+    of_weight, of_scale = (
         {
             part.device: part.data.unsafe_buffer_pointer()
             for part in x.addressable_shards
         }
         for x in (weight, scale)
-    ]
-    rows = np.stack([shards.row_start[layer], shards.row_end[layer]], axis=1)
-    records = {}
-    # A line of these devices holds all of a table, shard by shard.
-    for holders in mesh.devices.transpose(order).reshape(-1, shards.num_shards):
-        places = [[addresses[device] for addresses in at] for device in holders]
-        for shard, device in enumerate(holders):
-            records[device] = kernels.make_record(places, rows, shard)
-    return np.stack([records[device] for device in mesh.devices.flat])
+    )
+    return {device: [at, of_scale[device]] for device, at in of_weight.items()}
+
+
+def _groups(sharding: "EngramSharding") -> npt.NDArray[Any]:
+    """Devices in lines that each hold all of a table, shard by shard."""
+    names = sharding.mesh.axis_names
+    whole = [name for name in names if name not in sharding.table_axes]
+    order = [names.index(name) for name in (*whole, *sharding.table_axes)]
+    devices = sharding.mesh.devices.transpose(order)
+    return devices.reshape(-1, sharding.shards.num_shards)
+
+
+def _known_addresses(
+    mesh: Mesh, own: dict[Any, list[int]]
+) -> Callable[[Any, Any], list[int]]:
+    """A function that says where one device finds the shard of another."""
+    devices = list(mesh.devices.flat)
+    if {device.process_index for device in devices} == {jax.process_index()}:
+        return lambda reader, holder: own[holder]
+    exported = np.zeros((len(devices), 2, gpu_driver.EXPORT_BYTES), np.uint8)
+    with agreement("exporting the memory of tables"):
+        for place, device in enumerate(devices):
+            for part, address in enumerate(own.get(device, ())):
+                number = device.local_hardware_id
+                exported[place, part] = gpu_driver.export_memory(number, address)
+    everywhere = np.asarray(multihost_utils.process_allgather(exported))
+    # Each device's is what its own process has; the others have zeros there.
+    exported = everywhere.reshape(-1, *exported.shape).max(axis=0)
+    opened = dict[tuple[Any, Any], list[int]]()
+    with agreement("opening the memory of tables"):
+        for reader, (place, holder) in itertools.product(own, enumerate(devices)):
+            number = reader.local_hardware_id
+            opened[reader, holder] = own.get(holder) or [
+                gpu_driver.open_memory(number, part) for part in exported[place]
+            ]
+    return lambda reader, holder: opened[reader, holder]

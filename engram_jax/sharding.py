@@ -59,7 +59,7 @@ class EngramSharding(DeviceMesh):
         are split over these shards, each then selects its own), "all_to_all" (each
         shard sends each replica its own tokens' columns), "all_reduce" or
         "reduce_scatter" (row shards: their answers are added up), or "peer_read" (GPUs
-        of one process: each reads its tokens' rows from the memory of those that hold
+        of one host: each reads its tokens' rows from the memory of those that hold
         them, no collective).
       peer_read_up_to: Tokens of a device up to which rows come by "peer_read" and not
         by `exchange`; 0 for never. `exchange_for` decides.
@@ -111,7 +111,9 @@ class EngramSharding(DeviceMesh):
             replica, and nothing travels between replicas.
           cut: "heads" or "rows".
           exchange: One of the forms that suits the cut; None takes a collective, and
-            "peer_read" for few tokens where the devices can.
+            "peer_read" for few tokens where the devices are GPUs of one process that
+            reach each other. Where "peer_read" is asked for, they may belong to
+            several processes of one host.
           row_format: "packed" or "bfloat16".
           ids_exchange: "all_gather" or "all_to_all" (columns of ids to their shard).
           sequence_parallel: Whether tokens lie over the tensor axis too.
@@ -153,7 +155,8 @@ class EngramSharding(DeviceMesh):
         split = bool(set(data) & set(table_axes)) or (
             sequence_parallel and bool(tensor)
         )
-        peer_reason = mesh_reason(mesh)
+        across = exchange == "peer_read"
+        peer_reason = mesh_reason(mesh, across_processes=across)
         up_to, why_peers = choose_peer_read(count, exchange, peer_reason)
         exchange, why = choose_exchange(shards.cut, split, exchange, peer_reason)
         replicas = math.prod(mesh.shape[a] for a in data if a in table_axes)

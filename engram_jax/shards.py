@@ -26,7 +26,7 @@ _EXCHANGES_OF_CUT: dict[str, tuple[Exchange, ...]] = {
 # that, lookups not counted.
 PEER_READ_UP_TO = 4096
 PEER_READ_NEEDS = (
-    "it needs FP8 tables in the memory of GPUs (Hopper or newer) of one process that "
+    "it needs FP8 tables in the memory of GPUs (Hopper or newer) of one host that "
     "reach each other"
 )
 # Up to this many replicas the gathered ids (4 bytes for each of C columns from every

@@ -34,6 +34,7 @@ from small_stack import random_hidden, random_ids
 from engram_jax import (
     EngramSharding,
     ParallelEngramEmbedding,
+    gpu_driver,
     kernels,
     mxfp8,
     peer_read,
@@ -90,7 +91,7 @@ def peers(monkeypatch):
         return rows if packed else mxfp8.dequantize(*mxfp8.unpack(rows))
 
     monkeypatch.setattr(kernels, "peer_lookup", peer_lookup)
-    monkeypatch.setattr("engram_jax.sharding.mesh_reason", lambda mesh: None)
+    monkeypatch.setattr("engram_jax.sharding.mesh_reason", lambda mesh, **_: None)
     return calls
 
 
@@ -255,15 +256,20 @@ def test_meshes_without_peers_take_the_collective():
     assert dict(alone.reasons)["peer_read"] == "every device holds all rows"
 
 
-def gpu(number, **changes):
-    known = {
-        "platform": "gpu",
-        "compute_capability": "9.0",
-        "device_kind": "NVIDIA H200",
-        "process_index": 0,
-        "local_hardware_id": number,
-    }
-    return SimpleNamespace(**known | changes)
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """No GPUs here: stands in for one, as far as a function asks it."""
+
+    local_hardware_id: int | None
+    process_index: int = 0
+    compute_capability: str = "9.0"
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
+def mesh_of(*devices) -> Any:
+    """Stands in for a mesh of these."""
+    return SimpleNamespace(devices=np.array(devices, dtype=object))
 
 
 @pytest.mark.parametrize(
@@ -279,20 +285,58 @@ def gpu(number, **changes):
 def test_a_mesh_says_why_its_peers_cannot_be_read(
     monkeypatch, library_errors, changes, reachable, reason
 ):
-    monkeypatch.setattr(peer_read, "_can_reach", lambda one, other: reachable)
-    devices = np.array([gpu(0), gpu(1, **changes)], dtype=object)
-    # No GPUs here: what the function asks of a mesh and its devices stands in for them.
-    there: Any = SimpleNamespace(devices=devices)
-    found = peer_read.mesh_reason(there)
+    monkeypatch.setattr(gpu_driver, "can_reach", lambda one, other: reachable)
+    found = peer_read.mesh_reason(
+        mesh_of(Gpu(0), dataclasses.replace(Gpu(1), **changes))
+    )
     assert (found is None) if reason is None else (found and reason in found)
 
 
-def test_without_a_driver_nothing_is_reached(monkeypatch):
-    def no_library(name):
-        raise OSError(name)
+def test_processes_are_peers_only_if_asked_for_and_all_there(
+    monkeypatch, library_errors
+):
+    two = mesh_of(Gpu(0), Gpu(0, process_index=1))
+    assert "exchange='peer_read' asks" in str(peer_read.mesh_reason(two))
+    reason = peer_read.mesh_reason(two, across_processes=True)
+    assert "2 of 1 processes, and all must tell" in str(reason)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert peer_read.mesh_reason(two, across_processes=True) is None
+    other = mesh_of(Gpu(0, process_index=1))
+    assert "1 of 2 processes" in str(
+        peer_read.mesh_reason(other, across_processes=True)
+    )
 
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
-    assert not peer_read._can_reach.__wrapped__(0, 1)
+
+def test_processes_tell_each_other_their_addresses(monkeypatch, library_errors):
+    """Two processes of two devices each; the driver maps a handle for each reader."""
+    devices = [Gpu(n % 2, process_index=n // 2) for n in range(4)]
+    own = {device: [1000 + n, 2000 + n] for n, device in enumerate(devices)}
+    size = gpu_driver.EXPORT_BYTES
+
+    def export_memory(number, address):
+        text = f"{number}:{address}".encode().ljust(size, b"\0")
+        return np.frombuffer(text, np.uint8)
+
+    def open_memory(number, exported):
+        holder, address = bytes(exported).rstrip(b"\0").decode().split(":")
+        return int(address) * 100 + number * 10 + int(holder)
+
+    def gather(mine):
+        """What the other process would send, beside what this one does."""
+        theirs = np.zeros_like(mine)
+        for n in (2, 3):
+            for part, address in enumerate(own[devices[n]]):
+                theirs[n, part] = export_memory(n % 2, address)
+        return np.stack([mine, theirs])
+
+    monkeypatch.setattr(gpu_driver, "export_memory", export_memory)
+    monkeypatch.setattr(gpu_driver, "open_memory", open_memory)
+    monkeypatch.setattr(peer_read.multihost_utils, "process_allgather", gather)
+    mine = {device: own[device] for device in devices[:2]}
+    known = peer_read._known_addresses(mesh_of(*devices), mine)
+    assert known(devices[0], devices[1]) == [1001, 2001]
+    assert known(devices[0], devices[2]) == [100200, 200200]
+    assert known(devices[1], devices[3]) == [100311, 200311]
 
 
 # --- Refusals -------------------------------------------------------------------------
