@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from measured_mesh import BATCHES, MeasuredMesh
 from measured_programs import Program, compile_all, compile_step, measure_all, where
 
-from engram_jax import kernels, mxfp8
+from engram_jax import EngramSharding, kernels, mxfp8
 from engram_jax.exchange import fetch_rows
 from engram_jax.shards import RowFormat
 
@@ -35,15 +35,8 @@ PLAIN = "plain all_to_all of the bytes of: "
 def step(bench: MeasuredMesh) -> Iterator[Result]:
     """Time hash to output: every form against one GPU."""
     for tokens in bench.sizes.tokens:
-        judged = tokens in (bench.sizes.few, bench.sizes.many)
-        forms = {
-            name: form
-            for name, form in bench.forms(("packed", "bfloat16"), tokens).items()
-            # Through a collective, decoded rows are twice the bytes.
-            if form.row_format == "packed"
-            or (judged and bench.exchange_of(form, tokens) == "peer_read")
-        }
-        if not judged:
+        forms = _forms(bench, tokens)
+        if not bench.judges(tokens):
             forms = {n: form for n, form in forms.items() if "tokens and" not in n}
         print(f"T = {tokens} on {bench.label}: {'; '.join(forms)}", flush=True)
         programs = _step_programs(bench, forms, tokens)
@@ -53,6 +46,18 @@ def step(bench: MeasuredMesh) -> Iterator[Result]:
             moved = None if name == ONE else bench.received(forms[name], tokens)
             yield from bench.report("step", name, tokens, times[name], moved)
         yield from _judge_step(bench, times, forms, tokens)
+
+
+def _forms(bench: MeasuredMesh, tokens: int) -> dict[str, EngramSharding]:
+    """The forms worth measuring: through a collective, decoded rows are more bytes."""
+    formats: tuple[RowFormat, ...] = ("packed",)
+    if bench.judges(tokens):
+        formats = ("packed", "bfloat16")
+    return {
+        name: form
+        for name, form in bench.forms(formats, tokens).items()
+        if form.row_format == "packed" or bench.exchange_of(form, tokens) == "peer_read"
+    }
 
 
 def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
@@ -144,15 +149,13 @@ def _judge_step(bench: MeasuredMesh, times, forms, tokens) -> Iterator[Result]:
 def rows(bench: MeasuredMesh) -> Iterator[Result]:
     """Time rows alone: every form, and a plain all_to_all of the same bytes."""
     for tokens in bench.sizes.tokens:
-        both = tokens in (bench.sizes.few, bench.sizes.many)
-        formats: tuple[RowFormat, ...] = ("packed", "bfloat16") if both else ("packed",)
         forms = {
             name: form
-            for name, form in bench.forms(formats, tokens).items()
+            for name, form in _forms(bench, tokens).items()
             # Whether the projection is cut makes no difference to rows.
             if not form.tensor_axes or form.shard_projection != form.sequence_parallel
         }
-        for layers in (None, 0) if both else (None,):
+        for layers in (None, 0) if bench.judges(tokens) else (None,):
             yield from _rows_of(bench, forms, tokens, layers)
 
 
@@ -249,7 +252,7 @@ def _plain_all_to_all(bench: MeasuredMesh, forms, tokens, layers):
 def _judge_rows(
     bench: MeasuredMesh, suite, forms, times, tokens, layer
 ) -> Iterator[Result]:
-    many, few = tokens == bench.sizes.many, tokens == bench.sizes.few
+    many = tokens == bench.sizes.many
     for name in times:
         fetched = name.removeprefix(PLAIN)
         if fetched == name:
@@ -279,28 +282,29 @@ def _judge_rows(
         # Each GPU reads the rows of all of a replica's tokens, half of them remote.
         whole = not form.sequence_parallel
         peers = bench.exchange_of(form, tokens) == "peer_read"
-        if not peers or form.row_format != "packed" or not runs:
+        if not peers or not runs:
             continue
         us = device_times.median_of(runs, max)
+        judged = whole and form.row_format == "packed" and bench.judged
         bound = {bench.sizes.many: 70.0, bench.sizes.few: 6.0}.get(tokens)
         yield Result(
             bench.suite(suite),
             f"kernels of {suite} ({name}), {bench.label}, T = {tokens}",
             us,
             "us",
-            at_most=bound if bench.judged and whole and (many or few) else None,
+            at_most=bound if judged else None,
         )
-        traded = times.get(
-            name.replace("peer_read", "all_to_all"),
-            times.get(name.replace("peer_read", "all_gather")),
-        )
-        if traded is not None and traded.runs:
-            yield bench.ratio(
-                suite,
-                f"kernels of {suite} ({name}) against the collectives', T = {tokens}",
-                us / device_times.median_of(traded.runs, min),
-                at_most=0.6 if many and whole else None,
-            )
+        packed = name.replace("bfloat16", "packed")
+        for exchange in ("all_to_all", "all_gather"):
+            traded = times.get(packed.replace("peer_read", exchange))
+            if traded is not None and traded.runs:
+                against = exchange == "all_to_all" and many and judged
+                yield bench.ratio(
+                    suite,
+                    f"kernels of {suite} ({name}) against {exchange}, T = {tokens}",
+                    us / device_times.median_of(traded.runs, min),
+                    at_most=0.6 if against else None,
+                )
 
 
 def _fetch(step: mesh_stacks.Step, layer: int | None, leaves, ids) -> jax.Array:

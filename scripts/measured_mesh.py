@@ -89,6 +89,10 @@ class MeasuredMesh:
         """Tell whether the requirements are for this mesh: two GPUs."""
         return self.devices == 2 and jax.default_backend() == "gpu"
 
+    def judges(self, tokens: int) -> bool:
+        """Tell whether a requirement is for so many tokens: few, or many."""
+        return tokens in (self.sizes.few, self.sizes.many)
+
     @property
     def devices(self) -> int:
         """Count the mesh's devices."""

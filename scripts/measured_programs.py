@@ -17,7 +17,7 @@ import jax
 ROUNDS = 5
 TRACED = 4
 MOST_CALLS = 100
-ROUND_SECONDS = 0.04
+ROUND_SECONDS = 0.03
 
 
 @dataclasses.dataclass(frozen=True)

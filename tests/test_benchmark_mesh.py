@@ -289,3 +289,35 @@ def test_a_plain_all_to_all_is_the_measure_of_the_packed_one(judged):
     times[plain] = made_up_times(61.0)
     (result,) = benchmark_mesh._judge_rows(bench, "rows", forms, times, 32, None)
     assert result.holds is True
+
+
+@pytest.mark.parametrize(
+    ("tokens", "us", "traded", "judged_as"),
+    [
+        (32, 70.0, 117.0, [True, True]),
+        (32, 71.0, 117.0, [False, False]),
+        (4, 6.0, 7.0, [True, None]),
+        (4, 6.1, 7.0, [False, None]),
+    ],
+)
+def test_peer_reads_are_judged(judged, monkeypatch, tokens, us, traded, judged_as):
+    """By the slowest GPU's kernels, against a collective that waits for nobody."""
+    bench = measured_mesh.MeasuredMesh({"tp": 1, "dp": 2})
+    forms = bench.forms(("packed",), 4)
+    trade = next(form for form in forms.values() if form.exchange == "all_to_all")
+    gather = next(form for form in forms.values() if form.exchange == "all_gather")
+    monkeypatch.setattr(
+        measured_mesh.MeasuredMesh,
+        "exchange_of",
+        # A stand-in for what CPU devices do not have.
+        lambda self, form, tokens: "peer_read" if form is gather else form.exchange,
+    )
+    forms = {"peer_read, packed": gather, "all_to_all, packed": trade}
+    times = {
+        "peer_read, packed": made_up_times(9.0, [[us, us - 3]] * 3),
+        "all_to_all, packed": made_up_times(9.0, [[traded + 40, traded]] * 3),
+    }
+    suite = "rows of one layer"
+    results = list(benchmark_mesh._judge_rows(bench, suite, forms, times, tokens, 0))
+    assert [result.value for result in results] == [us, us / traded]
+    assert [result.holds for result in results] == judged_as
