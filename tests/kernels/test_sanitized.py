@@ -30,7 +30,7 @@ def test_sanitizer_finds_nothing(kernel, tool):
     done = subprocess.run(
         [
             *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
-            *("--kernel-regex", "kns=mosaic", sys.executable, PROGRAM, kernel),
+            *("--kernel-name", "kns=mosaic", sys.executable, PROGRAM, kernel),
         ],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         check=False,
