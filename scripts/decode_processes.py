@@ -5,21 +5,26 @@
     python scripts/decode_processes.py --device cpu          the same on CPU devices
 
 Each step's tokens follow from every bit of the step before, so that a single wrong bit
-changes all that comes after. Exit code 1: the processes disagree with each other or
-with one process; or the end of one did not end the others with an error in time.
+changes all that comes after. Times are compared with those of one device; on GPUs they
+are appended to scripts/benchmark_results. Exit code 1: the processes disagree with each
+other or with one process; or the end of one did not end the others with an error in
+time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,9 @@ NOTICE_SECONDS = 3 * HEARTBEAT_SECONDS
 """How long the others may take to end, once one is gone."""
 TOKENS = 16
 REPORT_EVERY = 100
+ROUNDS, LOOP_STEPS = 7, 100
+AT_MOST = 1.15
+"""A step of two processes, of one device's."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,16 +53,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kill", type=int, help="which; none: the last")
     add("--device", choices=("cpu",), help="CPU devices; none: what JAX finds")
     add("--seconds", type=float, default=300, help="allowed for each of the runs")
+    add("--output", type=Path, help="JSONL file; none: scripts/benchmark_results/..")
+    add("--devices", type=int, help=argparse.SUPPRESS)
     add("--process-id", type=int, help=argparse.SUPPRESS)
     add("--coordinator", help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.processes < 1:
-        parser.error("--processes must be at least 1")
+    if options.processes < 2:
+        parser.error("--processes must be at least 2")
+    if options.devices is None:
+        options.devices = options.processes
     if options.kill is None:
         options.kill = options.processes - 1
-    if options.kill_at is not None and options.processes < 2:
-        parser.error("--kill-at needs other processes, to notice it")
     if not 0 <= options.kill < options.processes:
         parser.error(f"--kill must be within 0..{options.processes - 1}")
     return options
@@ -67,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
     """Decodes as one process of the job, and writes what came out."""
     import jax
 
-    here = options.processes if options.coordinator is None else 1
+    here = options.devices if options.coordinator is None else 1
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", here)
@@ -81,25 +91,38 @@ def work(options: argparse.Namespace) -> None:
             heartbeat_seconds=HEARTBEAT_SECONDS,
         )
     found = jax.device_count()
-    if found < options.processes:
-        raise ValueError(f"{options.processes} devices are needed; {found} are here")
+    if found < options.devices:
+        raise ValueError(f"{options.devices} devices are needed; {found} are here")
     rank = options.process_id or 0
     with processes.agreement("decode"):
-        seen, times = decode(options, rank, jax.devices()[: options.processes])
+        seen, calls, loops = decode(options, rank, jax.devices()[: options.devices])
     result = {
         "digest": seen,
-        "devices": jax.local_device_count(),
+        "devices": here,
         "platform": jax.default_backend(),
-        "median_us": 1e6 * sorted(times)[len(times) // 2],
-        "longest_us": 1e6 * max(times[1:], default=0.0),
+        "call_us": [1e6 * seconds for seconds in calls],
+        "loop_us": [1e6 * seconds for seconds in loops],
     }
     options.result.write_text(json.dumps(result), encoding="utf-8")
 
 
 def decode(
     options: argparse.Namespace, rank: int, devices: list[Any]
-) -> tuple[str, list[float]]:
-    """Runs the steps; gives a digest of all tokens, and each step's seconds."""
+) -> tuple[str, list[float], list[float]]:
+    """Runs the steps.
+
+    Args:
+        options: how many, and which process is killed when.
+        rank: this process's number.
+        devices: of all processes.
+
+    Returns:
+        A digest of all tokens; seconds of each step, its tokens read; and seconds of a
+        step in loops that read no tokens.
+    """
+    import jax
+    import numpy as np
+
     begin = time.perf_counter()
     step, carry = make_decoding(devices)
     seen, times = hashlib.sha256(), []
@@ -108,26 +131,39 @@ def decode(
             print(f"process {rank} kills itself at step {number}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.perf_counter()
-        carry, ids = step(carry, number)
-        seen.update(ids.tobytes())
+        carry = step(carry)
+        seen.update(np.asarray(carry[0].addressable_data(0)).tobytes())
         times.append(time.perf_counter() - started)
         if number == 0:
             took = time.perf_counter() - begin
             print(f"process {rank}: first step after {took:.1f} s", flush=True)
         if (number + 1) % REPORT_EVERY == 0:
             print(f"process {rank}: {number + 1} steps", flush=True)
-    return seen.hexdigest(), times
+    # Steps in flight on few cores starve each other's collectives of threads.
+    wait_for_each = devices[0].platform == "cpu"
+    loops = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(LOOP_STEPS):
+            carry = step(carry)
+            if wait_for_each:
+                jax.block_until_ready(carry)
+        jax.block_until_ready(carry)
+        loops.append((time.perf_counter() - started) / LOOP_STEPS)
+    return seen.hexdigest(), times[1:] or times, loops
 
 
-def make_decoding(devices: list[Any]):
+def make_decoding(
+    devices: list[Any],
+) -> tuple[Callable[[tuple[Any, ...]], tuple[Any, ...]], tuple[Any, ...]]:
     """Makes a decode step over devices of any number of processes.
 
     Args:
         devices: the tensor axis; the tables are cut over it by heads.
 
     Returns:
-        A function of what is carried and the step's number, that gives the new carry
-        and the next tokens' ids, and the first carry.
+        A function of what is carried that gives the new carry, and the first carry:
+        the tokens' ids, their positions, and the windows before them.
     """
     import jax
     import jax.numpy as jnp
@@ -142,25 +178,22 @@ def make_decoding(devices: list[Any]):
     sizes, rows = (mesh_stacks.V41, 2_000_000) if gpu else (mesh_stacks.SMALL, 72_000)
     config = mesh_stacks.with_rows(sizes, rows)
     layout = EngramLayout.from_config(config)
-    mesh = jax.make_mesh(
-        (len(devices), 1),
-        ("tp", "dp"),
-        (jax.sharding.AxisType.Auto,) * 2,
-        devices=devices,
-    )
-    sharding = EngramSharding.on(mesh, layout)
+    sharding, everywhere = None, jax.sharding.SingleDeviceSharding(devices[0])
+    if len(devices) > 1:
+        kinds = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh((len(devices), 1), ("tp", "dp"), kinds, devices=devices)
+        sharding = EngramSharding.on(mesh, layout)
+        everywhere = sharding.named(P())
     stack = mesh_stacks.make_stack(config, layout, sharding)
     parts = mesh_stacks.Step.of(stack)
-    everywhere = sharding.named(P())
     shape = (TOKENS, config.hc_mult, config.hidden_size)
+    starts = np.arange(TOKENS + 1, dtype=np.int32)
 
-    def step(leaves, carry, number):
+    def step(leaves, carry):
         stack = parts.merge(leaves)
-        ids, window, dead = carry
-        starts = np.arange(TOKENS + 1, dtype=np.int32)
-        place = jnp.full(TOKENS, number + 100, jnp.int32)
+        ids, positions, window, dead = carry
         batch = stack.batch(
-            ids, place, starts, lookback_token_ids=window, lookback_dead_mask=dead
+            ids, positions, starts, lookback_token_ids=window, lookback_dead_mask=dead
         )
         column = lax.broadcasted_iota(jnp.uint32, shape, 1) * shape[2]
         column += lax.broadcasted_iota(jnp.uint32, shape, 2)
@@ -174,35 +207,29 @@ def make_decoding(devices: list[Any]):
         mixed = jnp.sum(bits * (2 * column + 1) * jnp.uint32(2654435761), (1, 2))
         following = ((mixed >> 8) % config.vocab_size).astype(jnp.int32)
         window, dead = stack.hash_state.advance_lookback(window, dead, ids, starts)
-        return following, window, dead
+        return following, positions + 1, window, dead
 
     compiled = jax.jit(step, donate_argnums=1, out_shardings=everywhere)
     depth = config.max_ngram_size - 1
-    first = np.arange(TOKENS, dtype=np.int32) * 7 + 3
-    carry = tuple(
-        jax.make_array_from_callback(x.shape, everywhere, lambda index, x=x: x[index])
-        for x in (
-            first,
-            np.full((TOKENS, depth), -1, np.int32),
-            np.zeros((TOKENS, depth), bool),
-        )
+    first = (
+        np.arange(TOKENS, dtype=np.int32) * 7 + 3,
+        np.full(TOKENS, 100, np.int32),
+        np.full((TOKENS, depth), -1, np.int32),
+        np.zeros((TOKENS, depth), bool),
     )
-
-    def run(carry, number):
-        carry = compiled(parts.leaves, carry, np.int32(number))
-        return carry, np.asarray(carry[0].addressable_data(0))
-
-    return run, carry
+    carry = tuple(mesh_stacks.put(array, everywhere) for array in first)
+    return functools.partial(compiled, parts.leaves), carry
 
 
 # --- The job --------------------------------------------------------------------------
 
 
 def start(
-    options: argparse.Namespace, folder: Path, processes: int
+    options: argparse.Namespace, folder: Path, processes: int, devices: int
 ) -> tuple[list[subprocess.Popen], list[Path]]:
     """Starts the job's processes; each writes its output to a file of its own."""
     given = ["--processes", str(options.processes), "--steps", str(options.steps)]
+    given += ["--devices", str(devices)]
     if options.device:
         given += ["--device", options.device]
     if options.kill_at is not None and processes > 1:
@@ -215,8 +242,9 @@ def start(
             own += ["--coordinator", address]
             shares = argparse.Namespace(mesh=f"tp={processes}", processes=processes)
             gpus = infer_mesh.own_gpus(shares, rank)
-        outputs.append(folder / f"output.{processes}.{rank}")
-        own += ["--result", str(folder / f"result.{processes}.{rank}")]
+        name = f"{processes}.{devices}.{rank}"
+        outputs.append(folder / f"output.{name}")
+        own += ["--result", str(folder / f"result.{name}")]
         with outputs[-1].open("w") as output:
             command = [sys.executable, "-u", __file__, *given, *own]
             # The environment goes along whole: NCCL's settings with it.
@@ -243,10 +271,10 @@ def wait(started: list[subprocess.Popen], seconds: float) -> list[float | None]:
 
 
 def run_job(
-    options: argparse.Namespace, folder: Path, processes: int
+    options: argparse.Namespace, folder: Path, processes: int, devices: int
 ) -> tuple[list[int | None], list[float | None], list[str]]:
     """Runs the job; gives exit codes (None: it hung), ends and outputs, by rank."""
-    started, outputs = start(options, folder, processes)
+    started, outputs = start(options, folder, processes, devices)
     try:
         ended = wait(started, options.seconds)
         codes = [process.poll() for process in started]
@@ -258,37 +286,109 @@ def run_job(
 
 
 def compare(options: argparse.Namespace, folder: Path) -> int:
-    """Runs several processes, then one with all devices; tells whether they agree."""
-    results = []
-    for processes in (options.processes, 1):
+    """Runs several processes, one with all devices, one with one; compares them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    count = options.processes
+    for processes, devices in ((count, count), (1, count), (1, 1)):
         begin = time.monotonic()
-        codes, _, outputs = run_job(options, folder, processes)
+        codes, _, outputs = run_job(options, folder, processes, devices)
         for rank, code in enumerate(codes):
             if code != 0:
                 ended = f"ended with {code}"
                 how = f"hung: {options.seconds} s" if code is None else ended
                 print(f"process {rank} of {processes} {how}\n{_tail(outputs[rank])}")
                 return 1
-        for rank in range(processes):
-            text = (folder / f"result.{processes}.{rank}").read_text(encoding="utf-8")
-            results.append(json.loads(text))
+        results = [
+            json.loads((folder / f"result.{processes}.{devices}.{rank}").read_text())
+            for rank in range(processes)
+        ]
+        name = _counted(processes, devices)
+        found[name] = results
+        for rank, result in enumerate(results):
+            calls, loops = result["call_us"], result["loop_us"]
             print(
-                f"process {rank} of {processes}, {results[-1]['devices']} device(s) of "
-                f"{results[-1]['platform']}: {options.steps} steps of {TOKENS} tokens, "
-                f"median {results[-1]['median_us']:.0f} us, longest "
-                f"{results[-1]['longest_us']:.0f} us, digest "
-                f"{results[-1]['digest'][:16]}",
+                f"{name}, process {rank} on {result['platform']}: {options.steps} "
+                f"steps of {TOKENS} tokens, {statistics.median(calls):.0f} us each "
+                f"with its tokens read (longest {max(calls):.0f}), "
+                f"{statistics.median(loops):.0f} us in a loop; tokens "
+                f"{result['digest'][:16]}",
                 flush=True,
             )
         print(f"  in {time.monotonic() - begin:.1f} s", flush=True)
-    same = len({result["digest"] for result in results}) == 1
+    many, one, alone = found.values()
+    same = len({result["digest"] for result in many + one}) == 1
     print("all tokens agree" if same else "TOKENS DIFFER", flush=True)
+    if alone[0]["digest"] != one[0]["digest"]:
+        # The projection's sums may end in a neighbour where its columns are cut.
+        print("one device alone gave other tokens: a rounding grew", flush=True)
+    record(options, found)
     return 0 if same else 1
+
+
+def _counted(processes: int, devices: int) -> str:
+    parts = (processes, "process", "es"), (devices, "device", "s")
+    return ", ".join(f"{n} {word}{many * (n > 1)}" for n, word, many in parts)
+
+
+def record(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Compares times, and appends those of GPUs to the results.
+
+    Args:
+        options: where to.
+        found: what each process wrote, by job: first several processes, last one
+            device.
+    """
+    import benchmark_record
+
+    if options.device == "cpu":
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+    name, alone = next(iter(found)), next(reversed(found.values()))[0]
+    gpu = alone["platform"] == "gpu"
+    suite, results = f"processes{options.processes}_decode", []
+    for who, ranks in found.items():
+        for what in ("call", "loop"):
+            # Processes wait for each other: the slowest one is the job's time.
+            samples = max((r[f"{what}_us"] for r in ranks), key=statistics.median)
+            detail = {"operation": f"decode {what}", "variant": who, "tokens": TOKENS}
+            results.append(
+                benchmark_record.Result(
+                    suite,
+                    f"decode {what} ({who}), T = {TOKENS}",
+                    statistics.median(samples),
+                    "us",
+                    tuple(samples[-200:]),
+                    detail=detail,
+                )
+            )
+    for what in ("call", "loop"):
+        ours, theirs = (
+            next(r.value for r in results if r.name.startswith(f"decode {what} ({who}"))
+            for who in (name, _counted(1, 1))
+        )
+        ratio = benchmark_record.Result(
+            suite,
+            f"decode {what} of {name} against one device, T = {TOKENS}",
+            ours / theirs,
+            "x",
+            at_most=AT_MOST if gpu and options.processes == 2 else None,
+        )
+        verdict = {None: "", True: "holds", False: "FAILS"}[ratio.holds]
+        print(f"{ratio.name}: {ratio.value:.3f} {verdict}", flush=True)
+        results.append(ratio)
+    if gpu or options.output:
+        origin = benchmark_record.provenance()
+        path = options.output or benchmark_record.results_file(origin["device"])
+        benchmark_record.append(path, results, origin)
+        print(f"appended to {path}", flush=True)
 
 
 def kill(options: argparse.Namespace, folder: Path) -> int:
     """Runs several processes of which one is killed; judges how the others end."""
-    codes, ended, outputs = run_job(options, folder, options.processes)
+    codes, ended, outputs = run_job(
+        options, folder, options.processes, options.processes
+    )
     at = ended[options.kill]
     if codes[options.kill] != -signal.SIGKILL or at is None:
         print(f"process {options.kill} was not killed: {codes[options.kill]}")

@@ -234,7 +234,7 @@ def make_stack(
         )
         shape = (2, config.hc_mult, config.hidden_size)
         norms = np.random.default_rng(index).normal(1, 0.3, shape)
-        q, k = (_put(x.astype(jnp.bfloat16), whole) for x in norms)
+        q, k = (put(x.astype(jnp.bfloat16), whole) for x in norms)
         layers[layer_id] = engram_jax.Engram(
             engram_jax.ParallelEngramEmbedding(
                 *table, sharding=sharding, layer_index=index if sharding else 0
@@ -245,7 +245,7 @@ def make_stack(
             eps=config.rms_norm_eps,
         )
     state = engram_jax.NgramHashState(layout, make_token_map(config))
-    state.token_map[...] = _put(np.asarray(state.token_map[...]), whole)
+    state.token_map[...] = put(np.asarray(state.token_map[...]), whole)
     return engram_jax.EngramStack(config, state, layers)
 
 
@@ -282,8 +282,16 @@ def with_sharding(
     return engram_jax.EngramStack(stack.config, stack.hash_state, layers)
 
 
-def _put(array: np.ndarray, place: Any) -> jax.Array:
-    """Put an array that every process knows, also where other processes have parts."""
+def put(array: np.ndarray, place: Any) -> jax.Array:
+    """Put an array that every process knows, also where other processes have parts.
+
+    Args:
+        array: the whole of it.
+        place: its sharding.
+
+    Returns:
+        The device array.
+    """
     return jax.make_array_from_callback(
         array.shape, place, lambda index: array[index], dtype=array.dtype
     )
@@ -375,7 +383,7 @@ def place_batch(
     else:
         known = {name: np.stack([b[name] for b in batches]) for name in batches[0]}
         place = sharding.named(sharding.replica)
-    return {name: _put(x, place) for name, x in known.items()}
+    return {name: put(x, place) for name, x in known.items()}
 
 
 def make_hidden(

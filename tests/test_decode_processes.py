@@ -6,6 +6,7 @@ import json
 import os
 import signal
 
+import benchmark_record
 import decode_processes
 import jax
 import pytest
@@ -23,15 +24,27 @@ def run(capsys):
     return call
 
 
-def test_two_processes_decode_what_one_does(run):
-    code, output = run("--steps", "40")
+def test_two_processes_decode_what_one_does(run, tmp_path):
+    code, output = run("--steps", "40", "--output", str(tmp_path / "out.jsonl"))
     assert code == 0, output
     assert "all tokens agree" in output
-    lines = [line for line in output.splitlines() if "digest" in line]
-    assert len(lines) == 3
-    assert len({line.split("digest ")[1] for line in lines}) == 1
-    assert "1 device(s) of cpu" in lines[0]
-    assert "2 device(s) of cpu" in lines[2]
+    lines = [line for line in output.splitlines() if "; tokens " in line]
+    assert len({line.split("; tokens ")[1] for line in lines}) == 1
+    jobs = [line.split(" on cpu:")[0] for line in lines]
+    assert jobs == [
+        "2 processes, 2 devices, process 0",
+        "2 processes, 2 devices, process 1",
+        "1 process, 2 devices, process 0",
+        "1 process, 1 device, process 0",
+    ]
+    results = {r.name: r for r in benchmark_record.latest(tmp_path / "out.jsonl")}
+    ratio = results["decode loop of 2 processes, 2 devices against one device, T = 16"]
+    times = results["decode loop (2 processes, 2 devices), T = 16"].value
+    assert (
+        ratio.value
+        == times / results["decode loop (1 process, 1 device), T = 16"].value
+    )
+    assert ratio.holds is None  # CPUs are not judged
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -43,16 +56,16 @@ def test_the_end_of_one_process_ends_the_other(run, killed):
 
 
 def fake_job(monkeypatch, codes, ends, outputs, digests=()):
-    def run_job(options, folder, processes):
+    def run_job(options, folder, processes, devices):
         for rank in range(processes):
             result = {
                 "digest": digests[rank] if processes > 1 else digests[-1],
-                "devices": 1,
+                "devices": devices,
                 "platform": "cpu",
-                "median_us": 1.0,
-                "longest_us": 1.0,
+                "call_us": [1.0],
+                "loop_us": [1.0],
             }
-            path = folder / f"result.{processes}.{rank}"
+            path = folder / f"result.{processes}.{devices}.{rank}"
             path.write_text(json.dumps(result))
         return codes[:processes], ends[:processes], outputs[:processes]
 
@@ -102,8 +115,7 @@ def test_a_process_that_was_not_killed_shows(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--processes", "0"], "at least 1"),
-        (["--processes", "1", "--kill-at", "3"], "needs other processes"),
+        (["--processes", "1"], "at least 2"),
         (["--kill-at", "3", "--kill", "2"], "within 0..1"),
     ],
 )
@@ -132,10 +144,11 @@ def run_on_gpus(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_two_gpus_in_two_processes_decode_as_in_one(run_on_gpus):
-    code, output = run_on_gpus("--steps", "1000")
+def test_two_gpus_in_two_processes_decode_as_in_one(run_on_gpus, tmp_path):
+    output_file = str(tmp_path / "out.jsonl")
+    code, output = run_on_gpus("--steps", "1000", "--output", output_file)
     assert code == 0, output
-    assert "1 device(s) of gpu" in output
+    assert "2 processes, 2 devices, process 1 on gpu: 1000 steps" in output
 
 
 @pytest.mark.gpu
