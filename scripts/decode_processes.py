@@ -14,6 +14,7 @@ time.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -36,6 +37,8 @@ NOTICE_SECONDS = 3 * HEARTBEAT_SECONDS
 TOKENS = 16
 REPORT_EVERY = 100
 ROUNDS, LOOP_STEPS = 7, 100
+FORMS = ("collective", "peer_read")
+"""The library's choice; and no collective, each device with all of the projection."""
 AT_MOST = 1.15
 """A step of two processes, of one device's."""
 
@@ -52,6 +55,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kill-at", type=int, help="step at which a process is killed; none: none is")
     add("--kill", type=int, help="which; none: the last")
     add("--device", choices=("cpu",), help="CPU devices; none: what JAX finds")
+    add(
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        help="how rows reach the processes; none: all that can be",
+    )
     add("--seconds", type=float, default=300, help="allowed for each of the runs")
     add("--output", type=Path, help="JSONL file; none: scripts/benchmark_results/..")
     add("--devices", type=int, help=argparse.SUPPRESS)
@@ -63,11 +72,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--processes must be at least 2")
     if options.devices is None:
         options.devices = options.processes
+    if options.forms is None:
+        options.forms = list(FORMS if own_gpus(options, 0) else FORMS[:1])
     if options.kill is None:
         options.kill = options.processes - 1
     if not 0 <= options.kill < options.processes:
         parser.error(f"--kill must be within 0..{options.processes - 1}")
     return options
+
+
+def own_gpus(options: argparse.Namespace, rank: int) -> dict[str, str]:
+    """Gives a process its GPU, if there are as many."""
+    if options.device == "cpu":
+        return {}
+    count = options.processes
+    shares = argparse.Namespace(mesh=f"tp={count}", processes=count)
+    return infer_mesh.own_gpus(shares, rank)
 
 
 # --- One process ----------------------------------------------------------------------
@@ -124,7 +144,7 @@ def decode(
     import numpy as np
 
     begin = time.perf_counter()
-    step, carry = make_decoding(devices)
+    step, carry = make_decoding(devices, options.forms[0])
     seen, times = hashlib.sha256(), []
     for number in range(options.steps):
         if options.kill_at == number and rank == options.kill:
@@ -154,12 +174,13 @@ def decode(
 
 
 def make_decoding(
-    devices: list[Any],
+    devices: list[Any], form: str
 ) -> tuple[Callable[[tuple[Any, ...]], tuple[Any, ...]], tuple[Any, ...]]:
     """Makes a decode step over devices of any number of processes.
 
     Args:
         devices: the tensor axis; the tables are cut over it by heads.
+        form: one of `FORMS`.
 
     Returns:
         A function of what is carried that gives the new carry, and the first carry:
@@ -182,7 +203,10 @@ def make_decoding(
     if len(devices) > 1:
         kinds = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.make_mesh((len(devices), 1), ("tp", "dp"), kinds, devices=devices)
-        sharding = EngramSharding.on(mesh, layout)
+        choices: dict[str, Any] = {}
+        if form == "peer_read":
+            choices = {"exchange": "peer_read", "shard_projection": False}
+        sharding = EngramSharding.on(mesh, layout, **choices)
         everywhere = sharding.named(P())
     stack = mesh_stacks.make_stack(config, layout, sharding)
     parts = mesh_stacks.Step.of(stack)
@@ -224,27 +248,40 @@ def make_decoding(
 # --- The job --------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Some processes, the devices of all of them, and how rows reach them."""
+
+    processes: int
+    devices: int
+    form: str = FORMS[0]
+
+    @property
+    def name(self) -> str:
+        """Name it in results."""
+        counted = (self.processes, "process", "es"), (self.devices, "device", "s")
+        parts = [f"{n} {word}{many * (n > 1)}" for n, word, many in counted]
+        return ", ".join(parts + [self.form] * (self.processes > 1))
+
+
 def start(
-    options: argparse.Namespace, folder: Path, processes: int, devices: int
+    options: argparse.Namespace, folder: Path, job: Job
 ) -> tuple[list[subprocess.Popen], list[Path]]:
     """Starts the job's processes; each writes its output to a file of its own."""
     given = ["--processes", str(options.processes), "--steps", str(options.steps)]
-    given += ["--devices", str(devices)]
+    given += ["--devices", str(job.devices), "--forms", job.form]
     if options.device:
         given += ["--device", options.device]
-    if options.kill_at is not None and processes > 1:
+    if options.kill_at is not None:
         given += ["--kill-at", str(options.kill_at), "--kill", str(options.kill)]
     address, started, outputs = infer_mesh.free_address(), [], []
-    for rank in range(processes):
-        own = ["--process-id", str(rank)]
+    for rank in range(job.processes):
+        own = ["--process-id", str(rank), "--result", str(_result(folder, job, rank))]
         gpus = {}
-        if processes > 1:
+        if job.processes > 1:
             own += ["--coordinator", address]
-            shares = argparse.Namespace(mesh=f"tp={processes}", processes=processes)
-            gpus = infer_mesh.own_gpus(shares, rank)
-        name = f"{processes}.{devices}.{rank}"
-        outputs.append(folder / f"output.{name}")
-        own += ["--result", str(folder / f"result.{name}")]
+            gpus = own_gpus(options, rank)
+        outputs.append(folder / f"output of {job.name}.{rank}")
         with outputs[-1].open("w") as output:
             command = [sys.executable, "-u", __file__, *given, *own]
             # The environment goes along whole: NCCL's settings with it.
@@ -256,6 +293,10 @@ def start(
             )
         started.append(child)
     return started, outputs
+
+
+def _result(folder: Path, job: Job, rank: int) -> Path:
+    return folder / f"{job.name}.{rank}.json"
 
 
 def wait(started: list[subprocess.Popen], seconds: float) -> list[float | None]:
@@ -271,10 +312,10 @@ def wait(started: list[subprocess.Popen], seconds: float) -> list[float | None]:
 
 
 def run_job(
-    options: argparse.Namespace, folder: Path, processes: int, devices: int
+    options: argparse.Namespace, folder: Path, job: Job
 ) -> tuple[list[int | None], list[float | None], list[str]]:
     """Runs the job; gives exit codes (None: it hung), ends and outputs, by rank."""
-    started, outputs = start(options, folder, processes, devices)
+    started, outputs = start(options, folder, job)
     try:
         ended = wait(started, options.seconds)
         codes = [process.poll() for process in started]
@@ -287,27 +328,25 @@ def run_job(
 
 def compare(options: argparse.Namespace, folder: Path) -> int:
     """Runs several processes, one with all devices, one with one; compares them."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    count = options.processes
-    for processes, devices in ((count, count), (1, count), (1, 1)):
+    count, found = options.processes, {}
+    jobs = [Job(count, count, form) for form in options.forms]
+    for job in (*jobs, Job(1, count), Job(1, 1)):
         begin = time.monotonic()
-        codes, _, outputs = run_job(options, folder, processes, devices)
+        codes, _, outputs = run_job(options, folder, job)
         for rank, code in enumerate(codes):
             if code != 0:
                 ended = f"ended with {code}"
                 how = f"hung: {options.seconds} s" if code is None else ended
-                print(f"process {rank} of {processes} {how}\n{_tail(outputs[rank])}")
+                print(f"{job.name}: process {rank} {how}\n{_tail(outputs[rank])}")
                 return 1
-        results = [
-            json.loads((folder / f"result.{processes}.{devices}.{rank}").read_text())
-            for rank in range(processes)
+        found[job] = [
+            json.loads(_result(folder, job, rank).read_text(encoding="utf-8"))
+            for rank in range(job.processes)
         ]
-        name = _counted(processes, devices)
-        found[name] = results
-        for rank, result in enumerate(results):
+        for rank, result in enumerate(found[job]):
             calls, loops = result["call_us"], result["loop_us"]
             print(
-                f"{name}, process {rank} on {result['platform']}: {options.steps} "
+                f"{job.name}, process {rank} on {result['platform']}: {options.steps} "
                 f"steps of {TOKENS} tokens, {statistics.median(calls):.0f} us each "
                 f"with its tokens read (longest {max(calls):.0f}), "
                 f"{statistics.median(loops):.0f} us in a loop; tokens "
@@ -315,28 +354,31 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
                 flush=True,
             )
         print(f"  in {time.monotonic() - begin:.1f} s", flush=True)
-    many, one, alone = found.values()
-    same = len({result["digest"] for result in many + one}) == 1
-    print("all tokens agree" if same else "TOKENS DIFFER", flush=True)
-    if alone[0]["digest"] != one[0]["digest"]:
-        # The projection's sums may end in a neighbour where its columns are cut.
-        print("one device alone gave other tokens: a rounding grew", flush=True)
     record(options, found)
-    return 0 if same else 1
+    return 0 if _agree(found) else 1
 
 
-def _counted(processes: int, devices: int) -> str:
-    parts = (processes, "process", "es"), (devices, "device", "s")
-    return ", ".join(f"{n} {word}{many * (n > 1)}" for n, word, many in parts)
+def _agree(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) -> bool:
+    """Tells whether all that must be are the same tokens, and says what differs."""
+    digests = {job: {r["digest"] for r in results} for job, results in found.items()}
+    # One process and several that run the same program; the others may round elsewhere.
+    same = {job for job in found if job.devices > 1 and job.form == FORMS[0]}
+    alike = set.union(*(digests[job] for job in same))
+    right = len(alike) == 1 and all(len(each) == 1 for each in digests.values())
+    print("all tokens agree" if right else "TOKENS DIFFER", flush=True)
+    for job, each in digests.items():
+        if right and each != alike:
+            # Sums may end in a neighbour where the projection's columns are not cut.
+            print(f"{job.name}: other tokens, as a rounding grew", flush=True)
+    return right
 
 
-def record(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+def record(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) -> None:
     """Compares times, and appends those of GPUs to the results.
 
     Args:
         options: where to.
-        found: what each process wrote, by job: first several processes, last one
-            device.
+        found: what each process of each job wrote; the last job is one device.
     """
     import benchmark_record
 
@@ -344,39 +386,39 @@ def record(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-    name, alone = next(iter(found)), next(reversed(found.values()))[0]
-    gpu = alone["platform"] == "gpu"
+    gpu = next(iter(found.values()))[0]["platform"] == "gpu"
     suite, results = f"processes{options.processes}_decode", []
-    for who, ranks in found.items():
-        for what in ("call", "loop"):
+    alone = next(reversed(found))
+    for what in ("call", "loop"):
+        times = {}
+        for job, ranks in found.items():
             # Processes wait for each other: the slowest one is the job's time.
             samples = max((r[f"{what}_us"] for r in ranks), key=statistics.median)
-            detail = {"operation": f"decode {what}", "variant": who, "tokens": TOKENS}
+            times[job] = statistics.median(samples)
+            name = f"decode {what} ({job.name}), T = {TOKENS}"
+            detail = {
+                "operation": f"decode {what}",
+                "variant": job.name,
+                "tokens": TOKENS,
+            }
             results.append(
                 benchmark_record.Result(
-                    suite,
-                    f"decode {what} ({who}), T = {TOKENS}",
-                    statistics.median(samples),
-                    "us",
-                    tuple(samples[-200:]),
-                    detail=detail,
+                    suite, name, times[job], "us", tuple(samples[-200:]), detail=detail
                 )
             )
-    for what in ("call", "loop"):
-        ours, theirs = (
-            next(r.value for r in results if r.name.startswith(f"decode {what} ({who}"))
-            for who in (name, _counted(1, 1))
-        )
-        ratio = benchmark_record.Result(
-            suite,
-            f"decode {what} of {name} against one device, T = {TOKENS}",
-            ours / theirs,
-            "x",
-            at_most=AT_MOST if gpu and options.processes == 2 else None,
-        )
-        verdict = {None: "", True: "holds", False: "FAILS"}[ratio.holds]
-        print(f"{ratio.name}: {ratio.value:.3f} {verdict}", flush=True)
-        results.append(ratio)
+        for job in found:
+            if job.devices == 1:
+                continue
+            ratio = benchmark_record.Result(
+                suite,
+                f"decode {what} of {job.name} against one device, T = {TOKENS}",
+                times[job] / times[alone],
+                "x",
+                at_most=AT_MOST if gpu and job.devices == 2 else None,
+            )
+            verdict = {None: "", True: "holds", False: "FAILS"}[ratio.holds]
+            print(f"{ratio.name}: {ratio.value:.3f} {verdict}", flush=True)
+            results.append(ratio)
     if gpu or options.output:
         origin = benchmark_record.provenance()
         path = options.output or benchmark_record.results_file(origin["device"])
@@ -386,9 +428,8 @@ def record(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
 
 def kill(options: argparse.Namespace, folder: Path) -> int:
     """Runs several processes of which one is killed; judges how the others end."""
-    codes, ended, outputs = run_job(
-        options, folder, options.processes, options.processes
-    )
+    job = Job(options.processes, options.processes, options.forms[0])
+    codes, ended, outputs = run_job(options, folder, job)
     at = ended[options.kill]
     if codes[options.kill] != -signal.SIGKILL or at is None:
         print(f"process {options.kill} was not killed: {codes[options.kill]}")

@@ -32,14 +32,15 @@ def test_two_processes_decode_what_one_does(run, tmp_path):
     assert len({line.split("; tokens ")[1] for line in lines}) == 1
     jobs = [line.split(" on cpu:")[0] for line in lines]
     assert jobs == [
-        "2 processes, 2 devices, process 0",
-        "2 processes, 2 devices, process 1",
+        "2 processes, 2 devices, collective, process 0",
+        "2 processes, 2 devices, collective, process 1",
         "1 process, 2 devices, process 0",
         "1 process, 1 device, process 0",
     ]
     results = {r.name: r for r in benchmark_record.latest(tmp_path / "out.jsonl")}
-    ratio = results["decode loop of 2 processes, 2 devices against one device, T = 16"]
-    times = results["decode loop (2 processes, 2 devices), T = 16"].value
+    ours = "2 processes, 2 devices, collective"
+    ratio = results[f"decode loop of {ours} against one device, T = 16"]
+    times = results[f"decode loop ({ours}), T = 16"].value
     assert (
         ratio.value
         == times / results["decode loop (1 process, 1 device), T = 16"].value
@@ -56,17 +57,17 @@ def test_the_end_of_one_process_ends_the_other(run, killed):
 
 
 def fake_job(monkeypatch, codes, ends, outputs, digests=()):
-    def run_job(options, folder, processes, devices):
+    def run_job(options, folder, job):
+        processes = job.processes
         for rank in range(processes):
             result = {
                 "digest": digests[rank] if processes > 1 else digests[-1],
-                "devices": devices,
+                "devices": 1,
                 "platform": "cpu",
                 "call_us": [1.0],
                 "loop_us": [1.0],
             }
-            path = folder / f"result.{processes}.{devices}.{rank}"
-            path.write_text(json.dumps(result))
+            decode_processes._result(folder, job, rank).write_text(json.dumps(result))
         return codes[:processes], ends[:processes], outputs[:processes]
 
     monkeypatch.setattr(decode_processes, "run_job", run_job)
@@ -82,11 +83,32 @@ def test_tokens_that_differ_are_a_failure(run, monkeypatch, digests, code):
     assert ("TOKENS DIFFER" in output) == bool(code)
 
 
+@pytest.mark.parametrize(
+    ("peers", "alone", "agree", "said"),
+    [
+        ("aa", "a", True, ""),
+        ("bb", "a", True, "2 processes, 2 devices, peer_read: other tokens"),
+        ("aa", "b", True, "1 process, 1 device: other tokens"),
+        ("ab", "a", False, "TOKENS DIFFER"),  # of the same program
+    ],
+)
+def test_only_the_same_program_must_round_alike(peers, alone, agree, said, capsys):
+    job = decode_processes.Job
+    found = {
+        job(2, 2): [{"digest": "a"}] * 2,
+        job(2, 2, "peer_read"): [{"digest": digest} for digest in peers],
+        job(1, 2): [{"digest": "a"}],
+        job(1, 1): [{"digest": alone}],
+    }
+    assert decode_processes._agree(found) is agree
+    assert said in capsys.readouterr().out
+
+
 def test_a_process_that_hangs_is_a_failure(run, monkeypatch):
     fake_job(monkeypatch, [0, None], [1.0, None], ["", "where it stood"], "aaa")
     code, output = run()
     assert code == 1
-    assert "process 1 of 2 hung: 60.0 s" in output
+    assert "collective: process 1 hung: 60.0 s" in output
     assert "where it stood" in output
 
 
@@ -148,7 +170,8 @@ def test_two_gpus_in_two_processes_decode_as_in_one(run_on_gpus, tmp_path):
     output_file = str(tmp_path / "out.jsonl")
     code, output = run_on_gpus("--steps", "1000", "--output", output_file)
     assert code == 0, output
-    assert "2 processes, 2 devices, process 1 on gpu: 1000 steps" in output
+    for form in ("collective", "peer_read"):
+        assert f"2 processes, 2 devices, {form}, process 1 on gpu" in output
 
 
 @pytest.mark.gpu
