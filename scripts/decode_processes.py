@@ -358,7 +358,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     return 0 if _agree(found) else 1
 
 
-def _agree(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) -> bool:
+def _agree(found: dict[Job, list[dict[str, Any]]]) -> bool:
     """Tells whether all that must be are the same tokens, and says what differs."""
     digests = {job: {r["digest"] for r in results} for job, results in found.items()}
     # One process and several that run the same program; the others may round elsewhere.
