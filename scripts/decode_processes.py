@@ -330,7 +330,8 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     """Runs several processes, one with all devices, one with one; compares them."""
     count, found = options.processes, {}
     jobs = [Job(count, count, form) for form in options.forms]
-    for job in (*jobs, Job(1, count), Job(1, 1)):
+    jobs += [Job(1, count), Job(1, 1)]
+    for job in jobs:
         begin = time.monotonic()
         codes, _, outputs = run_job(options, folder, job)
         for rank, code in enumerate(codes):
@@ -338,7 +339,8 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
                 ended = f"ended with {code}"
                 how = f"hung: {options.seconds} s" if code is None else ended
                 print(f"{job.name}: process {rank} {how}\n{_tail(outputs[rank])}")
-                return 1
+        if any(code != 0 for code in codes):
+            continue
         found[job] = [
             json.loads(_result(folder, job, rank).read_text(encoding="utf-8"))
             for rank in range(job.processes)
@@ -355,7 +357,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
             )
         print(f"  in {time.monotonic() - begin:.1f} s", flush=True)
     record(options, found)
-    return 0 if _agree(found) else 1
+    return 0 if _agree(found) and len(found) == len(jobs) else 1
 
 
 def _agree(found: dict[Job, list[dict[str, Any]]]) -> bool:
@@ -363,7 +365,7 @@ def _agree(found: dict[Job, list[dict[str, Any]]]) -> bool:
     digests = {job: {r["digest"] for r in results} for job, results in found.items()}
     # One process and several that run the same program; the others may round elsewhere.
     same = {job for job in found if job.devices > 1 and job.form == FORMS[0]}
-    alike = set.union(*(digests[job] for job in same))
+    alike = set().union(*(digests[job] for job in same))
     right = len(alike) == 1 and all(len(each) == 1 for each in digests.values())
     print("all tokens agree" if right else "TOKENS DIFFER", flush=True)
     for job, each in digests.items():
@@ -378,7 +380,7 @@ def record(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) 
 
     Args:
         options: where to.
-        found: what each process of each job wrote; the last job is one device.
+        found: what each process of each job wrote.
     """
     import benchmark_record
 
@@ -386,9 +388,9 @@ def record(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) 
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-    gpu = next(iter(found.values()))[0]["platform"] == "gpu"
+    gpu = any(ranks[0]["platform"] == "gpu" for ranks in found.values())
     suite, results = f"processes{options.processes}_decode", []
-    alone = next(reversed(found))
+    alone = Job(1, 1)
     for what in ("call", "loop"):
         times = {}
         for job, ranks in found.items():
@@ -407,7 +409,7 @@ def record(options: argparse.Namespace, found: dict[Job, list[dict[str, Any]]]) 
                 )
             )
         for job in found:
-            if job.devices == 1:
+            if job == alone or alone not in found:
                 continue
             ratio = benchmark_record.Result(
                 suite,
