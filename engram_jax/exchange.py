@@ -18,8 +18,9 @@ from .sharding import P as PartitionSpec
 
 _HOST = jax.memory.Space.Host
 
-Lookup = Callable[[Array, Array, Array], Array]
-"""Reads rows of a local shard: (ids [T, c], row_start, row_end) -> [T, c, W]."""
+Lookup = Callable[[Array, Array], Array]
+"""Reads rows of local shards: (ids [T, L, c], bounds [L, 2]) -> [T, L, c, W]; bounds
+are each shard's first row and one past its last."""
 
 
 def fetch_rows(
@@ -78,11 +79,8 @@ def fetch_rows(
         return _read_peers(sharding, tables, arrays, hash_ids, layers)
 
     def body(arrays, ids):
-        lookups = [
-            functools.partial(_look_up, sharding.row_format, table, *parts)
-            for table, parts in zip(tables, arrays, strict=True)
-        ]
-        return exchange_rows(sharding, lookups, ids, layers)
+        lookup = functools.partial(_look_up, sharding.row_format, tables, arrays)
+        return exchange_rows(sharding, lookup, ids, layers)
 
     call = sharding.shard_map(body, (sharding.table, sharding.replica), sharding.rows)
     return call(arrays, hash_ids)
@@ -123,12 +121,30 @@ def _no_rows(sharding, tables) -> Any:
     return jnp.zeros((0, len(tables), sharding.shards.n_hash_cols, width), dtype)
 
 
-def _look_up(
-    row_format: str, table: Any, weight: Any, scale: Any, ids, row_start, row_end
-):
-    """Rows of this device's shard, in the format that travels."""
-    in_host = weight is None or jax.typeof(weight).memory_space == _HOST
-    if in_host:
+def _look_up(row_format: str, tables: Sequence[Any], arrays: Any, ids, bounds) -> Any:
+    """Rows of this device's shards, in the format that travels."""
+    backends = {table.backend for table in tables}
+    if len(backends) > 1 or any(_in_host(weight) for weight, _ in arrays):
+        rows = [
+            _look_up_layer(row_format, table, parts, ids[:, layer], bounds[layer])
+            for layer, (table, parts) in enumerate(zip(tables, arrays, strict=True))
+        ]
+        return jnp.stack(rows, axis=1)
+    weights, scales = zip(*arrays, strict=True)
+    packed = scales[0] is not None and row_format == "packed"
+    (backend,) = backends
+    return kernels.lookup_layers(
+        weights, scales, ids, bounds, packed=packed, backend=backend
+    )
+
+
+def _in_host(weight: Any) -> bool:
+    return weight is None or jax.typeof(weight).memory_space == _HOST
+
+
+def _look_up_layer(row_format: str, table: Any, parts: Any, ids, bounds):
+    (weight, scale), (row_start, row_end) = parts, bounds
+    if _in_host(weight):
         if weight is None:
             owned = (ids >= row_start) & (ids < row_end)
             rows = table.storage.lookup_packed(jnp.where(owned, ids, -1))
@@ -144,7 +160,7 @@ def _look_up(
 
 def exchange_rows(
     sharding: EngramSharding,
-    lookups: Sequence[Lookup],
+    lookup: Lookup,
     ids: Int32[Array, "slot L C"],
     layers: Sequence[int],
 ) -> Array:
@@ -155,9 +171,9 @@ def exchange_rows(
 
     Args:
         sharding: how tables and tokens lie on the mesh.
-        lookups: reads rows of this device's shard, for each layer.
+        lookup: reads rows of this device's shards.
         ids: this replica's ids, padded with -1 to the slot that all replicas share.
-        layers: the index of each lookup's layer.
+        layers: the index of each layer that ids are of.
 
     Returns:
         [tokens of this device, L, C, W].
@@ -171,17 +187,8 @@ def exchange_rows(
     elif served:
         ids = lax.all_gather(ids, served, axis=0, tiled=True)
     shard = lax.axis_index(sharding.table_axes) if sharding.table_axes else 0
-    rows = jnp.stack(
-        [
-            lookup(
-                ids[:, place],
-                jnp.asarray(shards.row_start[layer].astype(np.int32))[shard],
-                jnp.asarray(shards.row_end[layer].astype(np.int32))[shard],
-            )
-            for place, (lookup, layer) in enumerate(zip(lookups, layers, strict=True))
-        ],
-        axis=1,
-    )
+    ends = np.stack([shards.row_start, shards.row_end], axis=-1)[list(layers)]
+    rows = lookup(ids, jnp.asarray(ends.swapaxes(0, 1).astype(np.int32))[shard])
     if not sharding.table_axes:
         return rows
     rows = _EXCHANGES[sharding.exchange](sharding, rows)
@@ -213,7 +220,7 @@ def _split_axes(sharding) -> tuple[str, ...]:
     return tuple(a for a in sharding.row_token_axes if a in sharding.table_axes)
 
 
-def _select(sharding, rows):
+def _select(sharding, rows, axis=0):
     """This device's tokens of all that were served."""
     split = _split_axes(sharding)
     pieces = sharding.size(split)
@@ -221,13 +228,21 @@ def _select(sharding, rows):
         return rows
     # Tokens lie replica by replica, and within one by tensor rank.
     index = lax.axis_index(split)
-    length = rows.shape[0] // pieces
-    return lax.dynamic_slice_in_dim(rows, index * length, length, axis=0)
+    length = rows.shape[axis] // pieces
+    return lax.dynamic_slice_in_dim(rows, index * length, length, axis=axis)
 
 
 def _all_gather(sharding, rows):
-    rows = _gather(rows, sharding.table_axes, 2)
-    return _select(sharding, rows)
+    # Selected before the columns are put in order: other tokens' need not be.
+    parts = _gather(rows[None], sharding.table_axes, 0)
+    return _in_columns(_select(sharding, parts, axis=1))
+
+
+def _in_columns(parts):
+    """Blocks of columns [S, T, L, c, W] side by side: [T, L, S * c, W]."""
+    shards, tokens, layers, columns, width = parts.shape
+    rows = jnp.moveaxis(parts, 0, 2)
+    return rows.reshape(tokens, layers, shards * columns, width)
 
 
 def _all_to_all(sharding, rows):
@@ -239,7 +254,7 @@ def _all_to_all(sharding, rows):
         if in_order != split:
             rows = _reorder_columns(sharding, rows, split, in_order)
     if kept:
-        rows = _gather(rows, kept, 2)
+        rows = _in_columns(_gather(rows[None], kept, 0))
     return rows
 
 

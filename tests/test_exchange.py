@@ -87,16 +87,18 @@ def test_rows_are_exact_for_any_number_of_shards(tables, shards, axis):
     ]
 
     def lane(parts, ids):
-        def lookup(part):
-            def read(ids, start, end):
-                inside = (ids >= start) & (ids < end)
-                return jnp.where(
-                    inside[..., None], part[jnp.where(inside, ids - start, 0)], 0
-                ).astype(jnp.uint8)
+        def lookup(part, ids, bounds):
+            start, end = bounds
+            inside = (ids >= start) & (ids < end)
+            return jnp.where(
+                inside[..., None], part[jnp.where(inside, ids - start, 0)], 0
+            ).astype(jnp.uint8)
 
-            return read
+        def lookups(ids, bounds):
+            rows = [lookup(p, ids[:, i], bounds[i]) for i, p in enumerate(parts)]
+            return jnp.stack(rows, 1)
 
-        return exchange_rows(sharding, [lookup(p) for p in parts], ids, [0, 1])
+        return exchange_rows(sharding, lookups, ids, [0, 1])
 
     # Tokens of each replica; over the tensor axis all have the same.
     given = ids.reshape(dp, slot, *ids.shape[1:]) if axis == "dp" else ids

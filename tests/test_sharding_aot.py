@@ -24,22 +24,34 @@ from engram_jax import (
     NgramHashState,
     ParallelEngramEmbedding,
 )
+from engram_jax.exchange import fetch_rows
 
 TOKENS = 32  # 16 of each of two replicas
 BLOCK_SIZE = 16
 
 
-def four_h200s() -> jax.sharding.Mesh:
-    """Makes a mesh tp=2, dp=2 of GPUs on paper; skips without CUDA's compiler."""
+def h200s(tp: int, dp: int) -> jax.sharding.Mesh:
+    """Makes a mesh of GPUs on paper; skips without CUDA's compiler."""
     target = Path(__file__).parent / "kernels" / "h200_target_config.txtpb"
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target.read_text(), topology="1x1x4"
+            platform="cuda", target_config=target.read_text(), topology=f"1x1x{tp * dp}"
         )
     except Exception as error:  # the plugin's absence shows as one of several types
         pytest.skip(f"no CUDA compiler plugin (pip install jax-cuda12-plugin): {error}")
     return topologies.make_mesh(
-        topo=topology, mesh_shape=(2, 2), axis_names=("tp", "dp")
+        topo=topology, mesh_shape=(tp, dp), axis_names=("tp", "dp")
+    )
+
+
+def as_on(mesh: jax.sharding.Mesh):
+    """Makes JAX trace as on that mesh inside a ``with``."""
+    kinds = (AxisType.Auto,) * 2
+    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+    return use_abstract_mesh(
+        AbstractMesh(
+            tuple(mesh.shape.values()), ("tp", "dp"), kinds, abstract_device=h200
+        )
     )
 
 
@@ -87,7 +99,7 @@ def test_decode_step_compiles_for_four_h200s(
     config = EngramConfig.from_dict(v41["config"])
     layout = EngramLayout.from_config(config)
     sharding = EngramSharding.on(
-        four_h200s(),
+        h200s(2, 2),
         layout,
         sequence_parallel=sequence_parallel,
         exchange=exchange and "all_to_all",
@@ -117,11 +129,7 @@ def test_decode_step_compiles_for_four_h200s(
     }
     shape = (TOKENS, config.hc_mult, config.hidden_size)
     hidden = struct(sharding, shape, jnp.bfloat16, sharding.tokens)
-    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
-    on_paper = AbstractMesh(
-        (2, 2), ("tp", "dp"), (AxisType.Auto,) * 2, abstract_device=h200
-    )
-    with use_abstract_mesh(on_paper):
+    with as_on(sharding.mesh):
         compiled = (
             jax.jit(step, donate_argnames=("hidden", "cache"))
             .lower(state, hidden, ints(TOKENS * 1024), batch)
@@ -152,3 +160,43 @@ def test_decode_step_compiles_for_four_h200s(
     assert memory is not None
     assert memory.argument_size_in_bytes > 50e9
     assert memory.temp_size_in_bytes < 1e9
+
+
+@pytest.mark.parametrize(
+    ("shape", "choices"),
+    [
+        ((1, 2), {"exchange": "all_to_all"}),
+        ((1, 2), {"exchange": "all_gather"}),
+        ((2, 1), {"exchange": "all_gather"}),
+        ((2, 1), {"exchange": "all_to_all", "sequence_parallel": True}),
+    ],
+    ids=["dp-all_to_all", "dp-all_gather", "tp-all_gather", "sp-all_to_all"],
+)
+def test_a_collective_s_rows_are_moved_once_on_each_side(
+    v41, library_errors, shape, choices
+):
+    """One kernel writes the rows of both layers; arrived, they are put in order once.
+
+    Pitfall: XLA puts bytes of two layers together, or in a collective's order, at a
+    third of the card's copy rate.
+    """
+    config = EngramConfig.from_dict(v41["config"])
+    layout = EngramLayout.from_config(config)
+    sharding = EngramSharding.on(h200s(*shape), layout, **choices)
+    tables = [
+        layer.embedding
+        for layer in stack_on_paper(config, layout, sharding).layers.values()
+    ]
+    graph, state = nnx.split(nnx.List(tables))
+
+    def fetch(state, ids):
+        return fetch_rows(sharding, list(nnx.merge(graph, state)), ids)
+
+    ids = struct(sharding, (4096, 2, config.n_hash_cols), jnp.int32, sharding.replica)
+    with as_on(sharding.mesh):
+        hlo = jax.jit(fetch).lower(state, ids).compile().as_text() or ""
+    steps = [line for line in hlo[hlo.index("ENTRY") :].splitlines() if "= u8[" in line]
+    named = [line.split("(")[0].split()[-1] for line in steps]
+    moved = [name for name in named if name not in ("bitcast", "parameter")]
+    collective = choices["exchange"].replace("_", "-")
+    assert moved == ["custom-call", collective, "fusion"]

@@ -6,6 +6,7 @@ from .gate import gate as gate
 from .gate import gate_values as gate_values
 from .ids import narrow_ids as narrow_ids
 from .lookup import lookup as lookup
+from .lookup import lookup_layers as lookup_layers
 from .lookup import lookup_packed as lookup_packed
 from .ngram_hash import ngram_hash as ngram_hash
 from .ngram_rows import ngram_rows as ngram_rows

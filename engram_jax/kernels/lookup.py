@@ -1,12 +1,13 @@
 """Rows of an embedding table by id: dequantised, or as packed bytes."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Integer, UInt8
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int32, Integer, UInt8
 
 from engram_jax import mxfp8
 
@@ -59,16 +60,17 @@ def _row_bound(bound):
     return bound.astype(jnp.int32)
 
 
-def _window(weight, row_start, row_end):
+def _bounds(weights, row_start, row_end):
+    """The ids that each table answers for, int32 [L, 2]; no `row_end`: all its rows."""
     row_start = _row_bound(row_start)
     # A window never reaches past the rows that exist, nor past int32: the padding rows
     # of a last shard may, and no id names them.
     last = jnp.iinfo(jnp.int32).max
-    rows = min(weight.shape[0], last)
+    rows = np.array([min(weight.shape[0], last) for weight in weights], np.int32)
     end = jnp.minimum(row_start, last - rows) + rows
-    if row_end is None:
-        return row_start, end
-    return row_start, jnp.minimum(_row_bound(row_end), end)
+    if row_end is not None:
+        end = jnp.minimum(_row_bound(row_end), end)
+    return jnp.stack([jnp.broadcast_to(row_start, end.shape), end], axis=1)
 
 
 def _take(table, ids, row_start, row_end):
@@ -101,29 +103,33 @@ def _lookup_packed_xla(weight, scale, ids, row_start, row_end):
     )
 
 
-def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
-    _check(weight, scale)
-    row_start, row_end = _window(weight, row_start, row_end)
-    ids = narrow_ids(ids)
-    packed = operation == "lookup_packed"
-
-    operands = (weight, scale, ids.reshape(-1), row_start, row_end)
+def _run(packed, weights, scales, ids, bounds, backend):
+    """Rows of ids [T, L, C], by one launch where the kernel runs."""
+    operation = "lookup_packed" if packed else "lookup"
 
     def unsupported_reason(interpret):
-        if scale is None:
+        if any(scale is None for scale in scales):
             return "the table is not FP8"
         from . import lookup_pallas
 
-        return lookup_pallas.unsupported_reason(
-            *operands, packed=packed, interpret=interpret
-        )
+        return lookup_pallas.unsupported_reason(weights, ids, interpret=interpret)
 
     chosen = resolve_backend(operation, backend, unsupported_reason)
-    if scale is not None:  # an FP8 table is a constant
-        weight, scale = lax.stop_gradient((weight, scale))
+    weights, scales = zip(
+        *(
+            # An FP8 table is a constant.
+            (weight, scale) if scale is None else lax.stop_gradient((weight, scale))
+            for weight, scale in zip(weights, scales, strict=True)
+        ),
+        strict=True,
+    )
     if chosen == "xla":
-        return xla_form(weight, scale, ids, row_start, row_end)
-    assert scale is not None  # else the kernel was refused
+        form = _lookup_packed_xla if packed else _lookup_xla
+        rows = [
+            form(weight, scale, ids[:, layer], *bounds[layer])
+            for layer, (weight, scale) in enumerate(zip(weights, scales, strict=True))
+        ]
+        return jnp.stack(rows, axis=1)
     from . import lookup_pallas  # here, since importing Pallas takes a second
 
     kernel = functools.partial(
@@ -131,9 +137,16 @@ def _run(operation, xla_form, weight, scale, ids, row_start, row_end, backend):
         packed=packed,
         interpret=chosen == "pallas_interpret",
     )
-    rows = jax.custom_batching.sequential_vmap(kernel)(
-        weight, mxfp8.scale_bytes(scale), ids.reshape(-1), row_start, row_end
-    )
+    scales = tuple(mxfp8.scale_bytes(scale) for scale in scales)
+    return jax.custom_batching.sequential_vmap(kernel)(weights, scales, ids, bounds)
+
+
+def _one_table(packed, weight, scale, ids, row_start, row_end, backend):
+    _check(weight, scale)
+    bounds = _bounds([weight], row_start, row_end)
+    ids = narrow_ids(ids)
+    given = ids.reshape(-1, 1, 1)
+    rows = _run(packed, (weight,), (scale,), given, bounds, backend)
     return rows.reshape(*ids.shape, rows.shape[-1])
 
 
@@ -180,7 +193,7 @@ def lookup(
         >>> lookup(weight, scale, jnp.array([3, -1]))[:, 0]
         Array([2, 0], dtype=bfloat16)
     """
-    return _run("lookup", _lookup_xla, weight, scale, ids, row_start, row_end, backend)
+    return _one_table(False, weight, scale, ids, row_start, row_end, backend)
 
 
 def lookup_packed(
@@ -224,13 +237,58 @@ def lookup_packed(
     """
     if scale is None:
         raise TypeError("lookup_packed reads FP8 rows with scales; scale is None")
-    return _run(
-        "lookup_packed",
-        _lookup_packed_xla,
-        weight,
-        scale,
-        ids,
-        row_start,
-        row_end,
-        backend,
-    )
+    return _one_table(True, weight, scale, ids, row_start, row_end, backend)
+
+
+def lookup_layers(
+    weights: Sequence[
+        Float8e4m3fn[Array, "_ D"] | UInt8[Array, "_ D"] | Float[Array, "_ D"]
+    ],
+    scales: Sequence[UInt8[Array, "_ G"] | Array | None],
+    ids: Int32[Array, "T L C"],
+    bounds: Int32[Array, "L 2"],
+    *,
+    packed: bool = False,
+    backend: Backend | None = None,
+) -> Array:
+    """Read rows of one table a layer: `lookup` or `lookup_packed` of each.
+
+    `out[:, l] = lookup(weights[l], scales[l], ids[:, l])` with the bounds of layer l,
+    which on a GPU one launch writes where they belong: rows of two layers that are
+    put together afterwards take longer to copy than to read.
+
+    Gradient: as `lookup`.
+
+    Args:
+        weights: [R, D] of each layer, all FP8 or all float.
+        scales: their scales, or None for each.
+        ids: rows of each token.
+        bounds: for each layer `row_start` and `row_end`.
+        packed: give the stored bytes instead of numbers.
+        backend: None, "pallas", "xla" or "pallas_interpret".
+
+    Returns:
+        bfloat16 [T, L, C, D], or of float tables their dtype; packed, uint8
+        [T, L, C, D + D/32].
+
+    Raises:
+        TypeError: a dtype is none that `lookup` takes.
+        ValueError: shapes do not fit each other.
+        NotImplementedError: an explicit backend cannot run here.
+
+    Example:
+        >>> weights = [jnp.ones((4, 32)), jnp.zeros((4, 32))]
+        >>> ids, bounds = jnp.ones((5, 2, 3), jnp.int32), jnp.array([[0, 4], [0, 4]])
+        >>> lookup_layers(weights, [None, None], ids, bounds)[0, :, 0, 0]
+        Array([1., 0.], dtype=float32)
+    """
+    layers = len(weights)
+    if ids.ndim != 3 or ids.shape[1] != layers or bounds.shape != (layers, 2):
+        raise ValueError(
+            f"ids have shape {ids.shape} and bounds {bounds.shape}; for {layers} "
+            f"tables they must be [T, {layers}, C] and ({layers}, 2)"
+        )
+    for weight, scale in zip(weights, scales, strict=True):
+        _check(weight, scale)
+    bounds = _bounds(weights, bounds[:, 0], bounds[:, 1])
+    return _run(packed, weights, scales, ids, bounds, backend)

@@ -30,6 +30,7 @@ from .mosaic_pallas import (
     decode_e4m3,
     e8m0_pair,
     load,
+    pick,
     store,
     thread_index,
 )
@@ -92,9 +93,26 @@ class Place:
     inside: Predicate
     is_nan: Predicate | None = None
 
+    @classmethod
+    def of(
+        cls, weight: Word, scale: Word, row: Word, width: int, inside: Predicate
+    ) -> "Place":
+        """Give the place of a row of a table, by the addresses of its parts."""
+        at = row.widen()
+        return cls(weight + at * width, scale + at * (width // _BLOCK), inside)
+
     def or_nan(self, word: Word, nan: Word) -> Word:
         """Give the word that was read, or `nan` for a row that is NaN."""
         return word if self.is_nan is None else self.is_nan.select(nan, word)
+
+
+def by_layer(**arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """Name the operands of each layer: "weight 0", "weight 1", "scale 0", .."""
+    return {
+        f"{name} {layer}": array
+        for name, layers in arrays.items()
+        for layer, array in enumerate(layers)
+    }
 
 
 Locate = Callable[[Word, Predicate], Place]
@@ -102,24 +120,52 @@ Locate = Callable[[Word, Predicate], Place]
 
 
 def unsupported_reason(
-    weight: jax.Array,
-    scale: jax.Array,
-    ids: jax.Array,
-    row_start: jax.Array | int = 0,
-    row_end: jax.Array | int | None = None,
-    *,
-    packed: bool = False,
-    interpret: bool = False,
+    weights: Sequence[jax.Array], ids: jax.Array, *, interpret: bool = False
 ) -> str | None:
     """Say why `lookup_pallas` cannot take these operands, or give None."""
-    del scale, row_start, row_end, packed
     if interpret:
         return INTERPRET_REASON
-    if weight.shape[1] % _BLOCK:
-        return f"rows have {weight.shape[1]} values, not a multiple of {_BLOCK}"
-    if ids.size * weight.shape[1] // _PIECE >= 2**31:
+    widths = {weight.shape[1] for weight in weights}
+    if len(widths) != 1:
+        return f"tables differ in their rows' width: {sorted(widths)}"
+    (width,) = widths
+    if width % _BLOCK:
+        return f"rows have {width} values, not a multiple of {_BLOCK}"
+    if ids.size * width // _PIECE >= 2**31:
         return f"{ids.size} rows have more pieces than 32 bits can count"
     return None
+
+
+def own_row(
+    refs: Mapping[str, Any],
+    layer: Word,
+    row: Word,
+    exists: Predicate,
+    *,
+    rows_in_tables: Sequence[int],
+    width: int,
+) -> Place:
+    """Find a row of a layer's table in this GPU's memory.
+
+    Args:
+      refs: The operands' references by name: "weight 0" and "scale 0" are layer 0's.
+      layer: The layer's index.
+      row: The row's number in the array; one outside reads as zeros.
+      exists: Whether a row is asked for.
+      rows_in_tables: How many rows each layer's array has.
+      width: Values of a row.
+
+    Returns:
+      The place.
+    """
+    numbers = range(len(rows_in_tables))
+    weight, scale = (
+        pick(layer, [address(refs[f"{name} {number}"]) for number in numbers])
+        for name in ("weight", "scale")
+    )
+    rows = pick(layer, [Word.of(rows) for rows in rows_in_tables])
+    inside = exists & row.compare("ult", rows)
+    return Place.of(weight, scale, row, width, inside)
 
 
 def local_row(
@@ -127,21 +173,23 @@ def local_row(
     row: Word,
     exists: Predicate,
     *,
-    rows_in_table: int,
-    sizes: Sizes,
+    n_hash_cols: int,
+    rows_in_tables: Sequence[int],
+    width: int,
 ) -> Place:
-    """Find an output row in the one table that there is."""
+    """Find an output row in the tables that this GPU has, one of each layer."""
+    layer = row // n_hash_cols % len(rows_in_tables)
     (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
-    (start,), (end,) = load(address(refs["start"])), load(address(refs["end"]))
-    local = id_ - start
-    inside = (
-        exists
-        & id_.compare("sge", start)
-        & id_.compare("slt", end)
-        & local.compare("ult", rows_in_table)  # whatever the window says
+    start, end = load(address(refs["bounds"]) + layer.widen() * 8, 2)
+    answered = exists & id_.compare("sge", start) & id_.compare("slt", end)
+    return own_row(
+        refs,
+        layer,
+        id_ - start,
+        answered,
+        rows_in_tables=rows_in_tables,  # whatever the bounds say
+        width=width,
     )
-    values = address(refs["weight"]) + local.widen() * sizes.width
-    return Place(values, address(refs["scale"]) + local.widen() * sizes.scales, inside)
 
 
 def dequantize(locate: Locate, out: Word, pieces: Sequence[Word], sizes: Sizes) -> None:
@@ -211,46 +259,46 @@ def copy_packed(
 
 @functools.partial(jax.jit, static_argnames=("packed", "interpret", "in_flight"))
 def lookup_pallas(
-    weight: jax.Array,
-    scale: jax.Array,
+    weights: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     ids: jax.Array,
-    row_start: jax.Array | int,
-    row_end: jax.Array | int,
+    bounds: jax.Array,
     *,
     packed: bool,
     interpret: bool = False,
     in_flight: int | None = None,
 ) -> jax.Array:
-    """Read rows of a table by id; `kernels.lookup` and `lookup_packed` say what.
+    """Read rows of one table a layer by id; `kernels.lookup_layers` says what.
 
     Args:
-      weight: e4m3 or uint8 [R, D]; device or pinned host memory.
-      scale: uint8 [R, D/32].
-      ids: int32 [n].
-      row_start: Id of the table's row 0.
-      row_end: One past the last id that is answered for.
+      weights: e4m3 or uint8 [R, D] of each layer; device or pinned host memory.
+      scales: uint8 [R, D/32].
+      ids: int32 [T, L, C].
+      bounds: Id of each table's row 0, and one past the last id that it answers for,
+        int32 [L, 2].
       packed: Give the stored bytes instead of numbers.
       interpret: Must be False; see `INTERPRET_REASON`.
       in_flight: Pieces that a thread reads before it uses the first.
 
     Returns:
-      bfloat16 [n, D]; packed, uint8 [n, D + D/32].
+      bfloat16 [T, L, C, D]; packed, uint8 [T, L, C, D + D/32].
     """
-    reason = unsupported_reason(weight, scale, ids, packed=packed, interpret=interpret)
+    reason = unsupported_reason(weights, ids, interpret=interpret)
     if reason is not None:
         raise NotImplementedError(f"lookup_pallas: {reason}")
-    sizes = Sizes(weight.shape[1], ids.shape[0])
-    operands = {
-        "weight": weight,
-        "scale": scale,
-        "ids": ids,
-        "start": jnp.asarray(row_start, jnp.int32).reshape(1),
-        "end": jnp.asarray(row_end, jnp.int32).reshape(1),
-    }
-    locate = functools.partial(local_row, rows_in_table=weight.shape[0], sizes=sizes)
-    return read_rows(
+    sizes = Sizes(weights[0].shape[1], ids.size)
+    locate = functools.partial(
+        local_row,
+        n_hash_cols=ids.shape[2],
+        rows_in_tables=[weight.shape[0] for weight in weights],
+        width=sizes.width,
+    )
+    operands = {"ids": ids.reshape(-1), "bounds": bounds}
+    operands |= by_layer(weight=weights, scale=scales)
+    rows = read_rows(
         "lookup_rows", locate, operands, sizes, packed=packed, in_flight=in_flight
     )
+    return rows.reshape(*ids.shape, rows.shape[-1])
 
 
 def read_rows(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from . import lookup_pallas
-from .lookup_pallas import Place, Sizes
+from .lookup_pallas import Place, Sizes, by_layer
 from .mosaic_pallas import Predicate, Word, address, load, pick
 from .peer_lookup import RECORD_WORDS
 
@@ -27,38 +27,46 @@ _RECORD_BYTES = 4 * RECORD_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tables:
-    layers: int
-    n_hash_cols: int
+class PeerTables:
+    """Say how the tables of all layers are cut.
+
+    Attributes:
+      num_shards: Shards of each table.
+      columns: Hash columns of a shard; None where tables are cut by rows.
+      rows_per_shard: Rows that a shard of each layer has room for.
+    """
+
     num_shards: int
-    columns: int | None  # of a shard; None: cut by rows
+    columns: int | None
     rows_per_shard: tuple[int, ...]
 
 
-def unsupported_reason(
-    weights: Sequence[jax.Array], ids: jax.Array, *, interpret: bool = False
-) -> str | None:
-    """Say why `peer_lookup_pallas` cannot take these operands, or give None."""
-    widths = {weight.shape[1] for weight in weights}
-    if len(widths) != 1:
-        return f"tables differ in their rows' width: {sorted(widths)}"
-    return lookup_pallas.unsupported_reason(
-        weights[0], weights[0], ids, interpret=interpret
-    )
-
-
-def peer_row(
+def find_row(
     refs: Mapping[str, Any],
-    row: Word,
+    layer: Word,
+    column: Word,
+    id_: Word,
     exists: Predicate,
     *,
-    tables: _Tables,
-    sizes: Sizes,
+    tables: PeerTables,
+    width: int,
 ) -> Place:
-    """Find an output row in the memory of the GPU that holds it."""
-    columns, numbers = tables.n_hash_cols, range(tables.layers)
-    column, layer = row % columns, row // columns % tables.layers
-    (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
+    """Find a row of a layer's table in the memory of the GPU that holds it.
+
+    Args:
+      refs: The operands' references by name: "record 0", "weight 0" and "scale 0" are
+        those of layer 0.
+      layer: The layer's index.
+      column: The hash column that the id is of.
+      id_: The row's number in the whole table; one outside reads as zeros.
+      exists: Whether a row is asked for.
+      tables: How they are cut.
+      width: Values of a row.
+
+    Returns:
+      The place; NaN where this GPU's own shard is not where its record says.
+    """
+    numbers = range(len(tables.rows_per_shard))
     if tables.columns is not None:
         shard = column // tables.columns
     else:
@@ -74,13 +82,23 @@ def peer_row(
     own = load(record + tables.num_shards * _RECORD_BYTES, 2, width=64)
     unmoved = own[0].compare("eq", own_weight) & own[1].compare("eq", own_scale)
     inside = exists & id_.compare("sge", start) & id_.compare("slt", end)
-    local = (id_ - start).widen()
-    return Place(
-        values=weight + local * sizes.width,
-        scales=scale + local * sizes.scales,
-        inside=inside & unmoved,
-        is_nan=inside & ~unmoved,
-    )
+    place = Place.of(weight, scale, id_ - start, width, inside & unmoved)
+    return dataclasses.replace(place, is_nan=inside & ~unmoved)
+
+
+def peer_row(
+    refs: Mapping[str, Any],
+    row: Word,
+    exists: Predicate,
+    *,
+    n_hash_cols: int,
+    tables: PeerTables,
+    width: int,
+) -> Place:
+    """Find an output row in the memory of the GPU that holds it."""
+    column, layer = row % n_hash_cols, row // n_hash_cols % len(tables.rows_per_shard)
+    (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
+    return find_row(refs, layer, column, id_, exists, tables=tables, width=width)
 
 
 @functools.partial(
@@ -112,20 +130,19 @@ def peer_lookup_pallas(
     Returns:
       bfloat16 [T, L, C, D]; packed, uint8 [T, L, C, D + D/32].
     """
-    reason = unsupported_reason(weights, ids)
+    reason = lookup_pallas.unsupported_reason(weights, ids)
     if reason is not None:
         raise NotImplementedError(f"peer_lookup_pallas: {reason}")
-    layers, n_hash_cols = ids.shape[1:]
-    num_shards = records[0].shape[0] - 1
-    tables = _Tables(layers, n_hash_cols, num_shards, columns, rows_per_shard)
+    tables = PeerTables(records[0].shape[0] - 1, columns, rows_per_shard)
     sizes = Sizes(weights[0].shape[1], ids.size)
-    operands = {"ids": ids.reshape(-1)}
-    for name, arrays in (("record", records), ("weight", weights), ("scale", scales)):
-        operands |= {f"{name} {number}": x for number, x in enumerate(arrays)}
+    find = functools.partial(
+        peer_row, n_hash_cols=ids.shape[2], tables=tables, width=sizes.width
+    )
     rows = lookup_pallas.read_rows(
         "peer_rows",
-        functools.partial(peer_row, tables=tables, sizes=sizes),
-        operands,
+        find,
+        {"ids": ids.reshape(-1)}
+        | by_layer(record=records, weight=weights, scale=scales),
         sizes,
         packed=packed,
         in_flight=in_flight,

@@ -416,3 +416,49 @@ def test_an_unknown_backend_is_refused():
     backend: Any = "triton"
     with pytest.raises((ValueError, TypeError), match=r"triton"):
         kernels.lookup(weight, scale, jnp.arange(4), backend=backend)
+
+
+# --- Tables of several layers ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_layers_are_those_of_each(packed):
+    """Tables of different length, and bounds that promise more rows than they have."""
+    parts = [random_table(rows, 64, seed=rows) for rows in (37, 0, 11)]
+    weights, scales = zip(*(on_device(*part) for part in parts), strict=True)
+    bounds = np.array([[0, 37], [5, 9], [100, 2**31 - 1]], np.int32)
+    ids = np.random.default_rng(0).integers(-2, 120, (5, 3, 4)).astype(np.int32)
+    rows = kernels.lookup_layers(
+        weights, scales, jnp.asarray(ids), jnp.asarray(bounds), packed=packed
+    )
+    each = kernels.lookup_packed if packed else kernels.lookup
+    for layer, (start, end) in enumerate(bounds):
+        wanted = each(
+            weights[layer],
+            scales[layer],
+            jnp.asarray(ids[:, layer]),
+            row_start=start,
+            row_end=end,
+        )
+        np.testing.assert_array_equal(
+            np.asarray(rows[:, layer]).view(np.uint8), np.asarray(wanted).view(np.uint8)
+        )
+
+
+def test_rows_of_layers_have_the_gradient_of_float_tables():
+    tables = [jnp.ones((5, 32)), jnp.ones((4, 32))]
+    ids, bounds = jnp.array([[[1, 1], [3, -1]]]), jnp.array([[0, 5], [0, 4]])
+
+    def total(tables):
+        return kernels.lookup_layers(tables, [None, None], ids, bounds).sum()
+
+    first, second = jax.grad(total)(tables)
+    assert first[:, 0].tolist() == [0, 2, 0, 0, 0]
+    assert second[:, 0].tolist() == [0, 0, 0, 1]
+
+
+def test_rows_of_layers_need_ids_of_each(library_errors):
+    table = jnp.ones((4, 32))
+    ids, bounds = jnp.zeros((5, 2, 3), jnp.int32), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"for 1 tables they must be \[T, 1, C\]"):
+        kernels.lookup_layers([table], [None], ids, bounds)

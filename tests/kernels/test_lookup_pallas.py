@@ -36,17 +36,25 @@ def xla_form(weight, scale, ids, start, end, *, packed):
     return np.asarray(call(weight, scale, ids, row_start=start, row_end=end))
 
 
+def kernel(weight, scale, ids, start, end, **options):
+    """The kernel over one table."""
+    bounds = jnp.stack([jnp.int32(start), jnp.int32(end)])[None]
+    rows = lookup_pallas.lookup_pallas(
+        [weight], [scale], ids[:, None, None], bounds, **options
+    )
+    return rows[:, 0, 0]
+
+
 def run_inline_code(monkeypatch, weight, scale, ids, start, end, *, packed):
     width = weight.shape[1] + (scale.shape[1] if packed else 0)
     out = np.full((len(ids), width), 0xAA, np.uint8 if packed else ml_dtypes.bfloat16)
     sizes = lookup_pallas.Sizes(weight.shape[1], len(ids))
     pieces = sizes.pieces(packed)
     inputs = {
-        "weight": np.asarray(weight),
-        "scale": np.asarray(scale),
+        "weight 0": np.asarray(weight),
+        "scale 0": np.asarray(scale),
         "ids": np.asarray(ids, np.int32),
-        "start": np.array([start], np.int32),
-        "end": np.array([end], np.int32),
+        "bounds": np.array([start, end], np.int32),
     }
     # A few threads more than there are pieces, as in the last block of a launch.
     memory = Memory(inputs, {"out": out}, threads=pieces + 5)
@@ -54,8 +62,9 @@ def run_inline_code(monkeypatch, weight, scale, ids, start, end, *, packed):
     locate = functools.partial(
         lookup_pallas.local_row,
         {name: name for name in memory.names},
-        rows_in_table=len(weight),
-        sizes=sizes,
+        n_hash_cols=1,
+        rows_in_tables=[len(weight)],
+        width=sizes.width,
     )
     move = lookup_pallas.copy_packed if packed else lookup_pallas.dequantize
     move(locate, memory.address("out"), [Word(np.arange(pieces + 5))], sizes)
@@ -117,6 +126,40 @@ def test_inline_code_equals_xla_form(monkeypatch, width, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("columns", [1, 5])
+def test_layers_have_their_own_tables_and_bounds(monkeypatch, packed, columns):
+    """Three layers, the second without a row: each id goes to its layer's table."""
+    tables = [table(rows, 64, seed=rows) for rows in (37, 0, 11)]
+    bounds = np.array([[0, 37], [5, 9], [100, 108]], np.int32)
+    rng = np.random.default_rng(columns)
+    ids = rng.integers(-2, 40, (4, 3, columns)).astype(np.int32)
+    ids[:, 2] = rng.integers(97, 113, (4, columns))
+    sizes = lookup_pallas.Sizes(64, ids.size)
+    kind = sizes.out_type(packed)
+    out = np.full(kind.shape, 0xAA, np.uint8 if packed else ml_dtypes.bfloat16)
+    weights, scales = zip(*tables, strict=True)
+    inputs = {"ids": ids, "bounds": bounds}
+    inputs |= lookup_pallas.by_layer(weight=weights, scale=scales)
+    inputs = {name: np.asarray(array) for name, array in inputs.items()}
+    memory = Memory(inputs, {"out": out}, threads=sizes.pieces(packed))
+    simulate(monkeypatch, memory, lookup_pallas)
+    locate = functools.partial(
+        lookup_pallas.local_row,
+        {name: name for name in memory.names},
+        n_hash_cols=columns,
+        rows_in_tables=[37, 0, 11],
+        width=64,
+    )
+    move = lookup_pallas.copy_packed if packed else lookup_pallas.dequantize
+    move(locate, memory.address("out"), [Word(np.arange(memory.threads))], sizes)
+    out = out.reshape(*ids.shape, -1)
+    for layer, (start, end) in enumerate(bounds):
+        read = functools.partial(xla_form, *tables[layer], packed=packed)
+        expected = read(ids[:, layer], start, end)
+        assert_same_rows(out[:, layer], expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
 def test_rows_outside_the_window_touch_no_memory(monkeypatch, packed):
     weight, scale = table(10, 64)
     ids = np.array([99, 100, 104, 105, 109, 110, -1])
@@ -128,7 +171,7 @@ def test_rows_outside_the_window_touch_no_memory(monkeypatch, packed):
         )
         assert_same_rows(actual, expected)
         rows = sum(start <= i < min(end, start + 10) for i in ids)
-        read = memory.touched["weight"] + memory.touched["scale"]
+        read = memory.touched["weight 0"] + memory.touched["scale 0"]
         assert read == rows * (66 // 2 if packed else 2 * 64 // 8)
 
 
@@ -145,32 +188,34 @@ def test_a_table_without_rows_reads_as_zeros(monkeypatch, packed):
 def test_no_ids_give_no_rows(packed):
     weight, scale = table(4, 32)
     ids = jnp.zeros((0,), jnp.int32)
-    out = lookup_pallas.lookup_pallas(weight, scale, ids, 0, 4, packed=packed)
+    out = kernel(weight, scale, ids, 0, 4, packed=packed)
     assert out.shape == (0, 33 if packed else 32)
 
 
 def test_refuses_what_it_cannot_do():
     weight, scale = table(4, 48)
     ids = jnp.zeros((3,), jnp.int32)
-    reason = lookup_pallas.unsupported_reason(weight, scale, ids)
+    reason = lookup_pallas.unsupported_reason([weight], ids)
     assert reason == "rows have 48 values, not a multiple of 32"
     weight, scale = table(4, 32)
-    assert lookup_pallas.unsupported_reason(weight, scale, ids) is None
-    reason = lookup_pallas.unsupported_reason(weight, scale, ids, interpret=True)
+    assert lookup_pallas.unsupported_reason([weight], ids) is None
+    reason = lookup_pallas.unsupported_reason([weight], ids, interpret=True)
     assert "interpreter" in str(reason)
+    wider, _ = table(4, 64)
+    assert lookup_pallas.unsupported_reason([weight, wider], ids) == (
+        "tables differ in their rows' width: [32, 64]"
+    )
     with pytest.raises(NotImplementedError, match="interpreter"):
-        lookup_pallas.lookup_pallas(
-            weight, scale, ids, 0, 4, packed=False, interpret=True
-        )
+        kernel(weight, scale, ids, 0, 4, packed=False, interpret=True)
 
 
-def operands(rows, width, n, **kind):
+def operands(rows, width, tokens, *, layers=1, columns=1, **kind):
+    """Operands of `lookup_pallas`, as shapes."""
     return (
-        aot.operand((rows, width), jnp.float8_e4m3fn, **kind),
-        aot.operand((rows, width // 32), jnp.uint8, **kind),
-        aot.operand((n,), jnp.int32),
-        aot.operand((), jnp.int32),
-        aot.operand((), jnp.int32),
+        [aot.operand((rows, width), jnp.float8_e4m3fn, **kind)] * layers,
+        [aot.operand((rows, width // 32), jnp.uint8, **kind)] * layers,
+        aot.operand((tokens, layers, columns), jnp.int32),
+        aot.operand((layers, 2), jnp.int32),
     )
 
 
@@ -185,6 +230,17 @@ def test_compiles_for_hopper(rows, width, n, packed):
     compiled = aot.compile_for_hopper(function, *operands(rows, width, n))
     assert aot.temporary_bytes(compiled) == 0
     assert "fusion" not in aot.text_of(compiled)  # nothing but the kernel
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_for_two_layers(packed):
+    """Rows of both come out in their places: no copy puts them together."""
+    function = functools.partial(lookup_pallas.lookup_pallas, packed=packed)
+    compiled = aot.compile_for_hopper(
+        function, *operands(192_003_084, 256, 8192, layers=2, columns=12)
+    )
+    assert aot.temporary_bytes(compiled) == 0
+    assert "fusion" not in aot.text_of(compiled)
 
 
 def test_compiles_for_a_table_in_host_memory():
@@ -248,11 +304,30 @@ def test_kernel_equals_xla_form(width, packed):
     weight, scale = table(999, width)
     ids = np.random.default_rng(1).integers(-50, 1050, 5000).astype(np.int32)
     for in_flight in (1, 2, 4):
-        actual = lookup_pallas.lookup_pallas(
+        actual = kernel(
             weight, scale, jnp.asarray(ids), 7, 900, packed=packed, in_flight=in_flight
         )
         expected = xla_form(weight, scale, ids, 7, 900, packed=packed)
         assert_same_rows(np.asarray(actual), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [3, 900])
+def test_kernel_reads_the_tables_of_all_layers(tokens, packed):
+    weights, scales = zip(*(table(n, 256, seed=n) for n in (999, 40, 700)), strict=True)
+    bounds = jnp.array([[7, 900], [0, 40], [500, 5000]], jnp.int32)
+    rng = np.random.default_rng(1)
+    ids = jnp.asarray(rng.integers(-50, 1250, (tokens, 3, 12)), jnp.int32)
+    rows = {
+        backend: np.asarray(
+            kernels.lookup_layers(
+                weights, scales, ids, bounds, packed=packed, backend=backend
+            )
+        )
+        for backend in ("pallas", "xla")
+    }
+    assert_same_rows(rows["pallas"], rows["xla"])
 
 
 @pytest.mark.gpu
@@ -262,11 +337,9 @@ def test_kernel_reads_pinned_host_memory(packed):
     host = jax.sharding.SingleDeviceSharding(
         jax.devices()[0], memory_kind="pinned_host"
     )
-    on_host = jax.device_put((weight, scale), host)
+    there, scale_there = jax.device_put((weight, scale), host)
     ids = np.random.default_rng(1).integers(-50, 1050, 500).astype(np.int32)
-    actual = lookup_pallas.lookup_pallas(
-        *on_host, jnp.asarray(ids), 0, 999, packed=packed
-    )
+    actual = kernel(there, scale_there, jnp.asarray(ids), 0, 999, packed=packed)
     expected = xla_form(weight, scale, ids, 0, 999, packed=packed)
     assert_same_rows(np.asarray(actual), expected)
 
@@ -284,9 +357,7 @@ def test_kernel_reads_a_table_of_more_than_2_31_values():
     weight = make_table()
     scale = jnp.full((rows, 16), 127, jnp.uint8)
     ids = np.array([0, 4_194_303, 4_194_304, rows - 2, rows - 1, rows], np.int32)
-    out = lookup_pallas.lookup_pallas(
-        weight, scale, jnp.asarray(ids), 0, rows, packed=True
-    )
+    out = kernel(weight, scale, jnp.asarray(ids), 0, rows, packed=True)
     expected = (ids.astype(np.uint32) * np.uint32(40503) >> 9).astype(np.uint8)
     expected[-1] = 0
     wanted = np.broadcast_to(expected[:, None], (len(ids), 512))

@@ -97,14 +97,13 @@ class Peers:
         locate = functools.partial(
             peer_lookup_pallas.peer_row,
             {name: name for name in memory.names},
-            tables=peer_lookup_pallas._Tables(
-                LAYERS,
-                COLUMNS,
+            n_hash_cols=COLUMNS,
+            tables=peer_lookup_pallas.PeerTables(
                 self.shards.num_shards,
                 self.shards.columns if by_heads else None,
                 self.shards.rows_per_shard,
             ),
-            sizes=sizes,
+            width=width,
         )
         move = lookup_pallas.copy_packed if packed else lookup_pallas.dequantize
         mine = [Word(np.arange(threads) + i * threads) for i in range(in_flight)]
@@ -205,16 +204,16 @@ def test_no_tokens_give_no_rows(tables):
 
 
 def test_refuses_what_it_cannot_do():
-    def table(width):
-        return jnp.zeros((10, width), jnp.uint8)
-
-    ids = jnp.zeros((1, 2, 4), jnp.int32)
-    reason = peer_lookup_pallas.unsupported_reason
-    assert reason([table(32)] * 2, ids) is None
-    assert reason([table(32), table(64)], ids) == (
-        "tables differ in their rows' width: [32, 64]"
-    )
-    assert reason([table(48)] * 2, ids) == ("rows have 48 values, not a multiple of 32")
+    with pytest.raises(NotImplementedError, match="have 48 values, not a multiple"):
+        peer_lookup(
+            [jnp.zeros((10, 48), jnp.uint8)],
+            [jnp.zeros((10, 1), jnp.uint8)],
+            [jnp.zeros((3, 8), jnp.uint32)],
+            jnp.zeros((1, 1, 4), jnp.int32),
+            columns=2,
+            rows_per_shard=(1,),
+            packed=True,
+        )
 
 
 def operands(mesh, layers, tokens, width, rows, shards):
