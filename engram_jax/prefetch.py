@@ -13,7 +13,13 @@ from jaxtyping import Int
 
 from .exchange import fetch_rows
 from .hot_rows import FetchCounters, HotRowCache
-from .row_fetcher import Fetched, FillProgress, RowFetcher, packed_width
+from .row_fetcher import (
+    Fetched,
+    FillProgress,
+    Gathering,
+    RowFetcher,
+    packed_width,
+)
 from .stack import EngramBatch, EngramStack
 from .staged_rows import StagedRows
 from .staging import StagingBuffer, to_device
@@ -43,9 +49,9 @@ class EngramPrefetch:
     tokens and stacks on a mesh. Layers whose tables lie in device memory read their
     own, as they would without this.
 
-    A batch may be used until the next one's `result`; a step that still runs then is
-    waited for before its buffer is filled again, and one that is started later with
-    the old batch raises "Array has been deleted".
+    A batch may be used until the `result` of the next but one; a step that still runs
+    then is waited for before its buffer is filled again, and one that is started later
+    with the old batch raises "Array has been deleted".
 
     Use it from one thread. `close`, or leaving the ``with`` block, ends its threads.
 
@@ -115,7 +121,7 @@ class EngramPrefetch:
         )
         self._thread = futures.ThreadPoolExecutor(1, "engram-fetch")
         self._pending: collections.deque[PendingBatch] = collections.deque()
-        self._handed_over: StagingBuffer | None = None
+        self._handed_over: collections.deque[StagingBuffer] = collections.deque()
         self._closed = False
 
     @property
@@ -166,14 +172,10 @@ class EngramPrefetch:
                 "start with the batch that it gives"
             )
         progress = FillProgress(self._fetcher.pieces)
-        ready = None
+        future: futures.Future[Fetched] | Gathering | None = None
         if hashes is not None:
-            ready = self._fetcher.fetch_nothing(hashes, token_mask)
-        if ready is not None:  # a thread would only take time
-            future = futures.Future()
-            future.set_result(ready)
-            progress.started.set()
-        else:
+            future = self._fetcher.begin(progress, hashes, token_mask)
+        if future is None:
             # One after the other: a cache must see batches in order.
             future = self._thread.submit(
                 self._fetcher.fetch, progress, hashes, token_mask, tokens
@@ -217,7 +219,7 @@ class EngramPrefetch:
         finally:
             self._thread.shutdown()
             self._fetcher.close()
-            self._handed_over = None
+            self._handed_over.clear()
 
     def __enter__(self) -> "EngramPrefetch":
         return self
@@ -247,15 +249,18 @@ class EngramPrefetch:
                 "batches are taken in the order in which they started, each once; this "
                 "one was dropped by join() or close(), or an earlier one waits"
             )
+        # The buffer of the batch before the last: its step has been dispatched, and has
+        # mostly ended, or else this would wait for it. Before this batch's step is
+        # dispatched: the device gives a buffer back in its turn.
+        while len(self._handed_over) > 1:
+            self._fetcher.give_back(self._handed_over.popleft())
         try:
             early = self._copy_early(pending._progress)
             fetched: Fetched = pending._future.result()
         finally:
             self._pending.popleft()
-        if self._handed_over is not None:
-            # Its step has been dispatched by now.
-            self._fetcher.give_back(self._handed_over)
-        self._handed_over = fetched.buffer
+        if fetched.buffer is not None:
+            self._handed_over.append(fetched.buffer)
         batch = self._batch(fetched, early)
         self._admit(fetched)
         return batch
@@ -315,7 +320,7 @@ class PendingBatch:
     def __init__(
         self,
         prefetch: EngramPrefetch,
-        future: futures.Future[Any],
+        future: futures.Future[Fetched] | Gathering,
         progress: FillProgress,
     ) -> None:
         self._prefetch = prefetch
@@ -327,7 +332,7 @@ class PendingBatch:
         return self._future.done()
 
     def result(self) -> EngramBatch:
-        """Wait for the rows, and end the use of the batch that was taken before.
+        """Wait for the rows, and end the use of the batch before the last one taken.
 
         Returns:
             The batch, for the jitted step: `stack(layer_id, hidden, batch)`. Its

@@ -41,6 +41,36 @@ class Fetched:
     admissions: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
+class Gathering:
+    """A batch that threads are gathering, with the methods of a future.
+
+    Args:
+        fetched: what it will be.
+        tasks: of the threads.
+    """
+
+    def __init__(self, fetched: Fetched, tasks: Sequence[futures.Future[None]] = ()):
+        self._fetched = fetched
+        self._tasks = tasks
+
+    def done(self) -> bool:
+        """Tell whether `result` would not wait."""
+        return all(task.done() for task in self._tasks)
+
+    def result(self) -> Fetched:
+        """Wait for all threads; raises what one of them raised."""
+        futures.wait(self._tasks)
+        for task in self._tasks:
+            task.result()
+        return self._fetched
+
+    def exception(self) -> BaseException | None:
+        """Wait for all threads; give what one of them raised, or None."""
+        futures.wait(self._tasks)
+        raised = (task.exception() for task in self._tasks)
+        return next((error for error in raised if error is not None), None)
+
+
 class FillProgress:
     """Tell another thread which pieces of a buffer are filled.
 
@@ -143,25 +173,47 @@ class RowFetcher:
         finally:
             progress.started.set()
 
-    def fetch_nothing(self, given: Any, token_mask: Any) -> Fetched | None:
-        """Give a batch of which no row is staged as it is, without a thread.
+    def begin(
+        self, progress: FillProgress, given: Any, token_mask: Any
+    ) -> Gathering | None:
+        """Begin to fetch a batch without a thread of its own, which takes time to wake.
 
         Args:
+            progress: told what is filled.
             given: hashes, or an `EngramBatch`.
             token_mask: with hashes.
 
         Returns:
-            The batch, whose hashes stay where they are; None where rows are staged.
+            The batch to come; None where something has to be waited for or computed
+            first (`fetch`).
         """
         if isinstance(given, EngramBatch):
             given, token_mask = given.hash_ids, given.token_mask
-        if not isinstance(given, jax.Array):
+        on_host = not isinstance(given, jax.Array)
+        if on_host:
             given = narrow(np.asarray(given))
         self._check(given)
-        return None if self._staged(len(given)) else Fetched(given, token_mask)
+        staged = self._staged(len(given))
+        if not staged:  # hashes stay where they are
+            progress.started.set()
+            return Gathering(Fetched(given, token_mask))
+        if self._unique or self.sharding is not None or not on_host:
+            return None
+        layers = {index: self._plan(index, given[:, index]) for index in staged}
+        buffer = self._free.take_ready(self._shapes(layers))
+        if buffer is None:
+            return None
+        for layer in layers.values():
+            self.counters.add(layer)
+        jobs, _ = self._jobs(buffer, layers)
+        tasks = self._submit(progress, buffer, jobs)
+        return Gathering(Fetched(given, token_mask, buffer, layers), tasks)
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Take a buffer back whose step was dispatched, or that no step will read."""
+        """Take a buffer back whose step was dispatched, or that no step will read.
+
+        Waits for that step where it has not ended.
+        """
         self._free.put(buffer)
 
     def close(self) -> None:
@@ -184,13 +236,15 @@ class RowFetcher:
         if not staged:
             return Fetched(hashes, token_mask)
         layers = {index: self._plan(index, hashes[:, index]) for index in staged}
-        shapes = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._memory)
-            for index, layer in layers.items()
-            for name, array in layer.shapes(index, self.pieces).items()
-        }
-        buffer = self._free.take(shapes)
-        self._fill(progress, buffer, layers)
+        buffer = self._free.take(self._shapes(layers))
+        jobs, copies = self._jobs(buffer, layers)
+        tasks = self._submit(progress, buffer, jobs)
+        # The buffer is not anybody else's while a thread may write to it.
+        futures.wait(tasks)
+        for task in tasks:
+            task.result()
+        for view, source in copies:
+            view[...] = source
         admissions = {}
         for index, layer in layers.items():
             rows = buffer.views(f"rows{index}.0")[0][1] if layer.cached else None
@@ -235,7 +289,15 @@ class RowFetcher:
         cache = None if self._hot_rows is None else self._hot_rows[index]
         return LayerFetch.of_distinct(ids, width, cache, self._budgets[index])
 
-    def _fill(self, progress, buffer, layers) -> None:
+    def _shapes(self, layers) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._memory)
+            for index, layer in layers.items()
+            for name, array in layer.shapes(index, self.pieces).items()
+        }
+
+    def _jobs(self, buffer, layers) -> tuple[list[list[Any]], list[Any]]:
+        """Say which rows go where, for each piece, and what is copied afterwards."""
         jobs: list[list[Any]] = [[] for _ in range(self.pieces)]
         copies = []
         for index, layer in layers.items():
@@ -253,23 +315,17 @@ class RowFetcher:
             if layer.index is not None:
                 for part, view in buffer.views(f"index{index}"):
                     view[...] = layer.index[part]
+        return jobs, copies
+
+    def _submit(self, progress, buffer, jobs) -> list[futures.Future[None]]:
         total = sum(ids.size for piece in jobs for _, ids, _ in piece)
+        # One task a thread: more only fight over Python's lock.
         tasks = max(1, min(self._threads, total // _ROWS_PER_TASK))
         progress.begin(buffer, tasks)
-        work = [
+        return [
             self._gatherers.submit(_gather, progress, jobs, task, tasks)
-            for task in range(1, tasks)
+            for task in range(tasks)
         ]
-        try:
-            # One task a thread: more only fight over Python's lock.
-            _gather(progress, jobs, 0, tasks)
-        finally:
-            # The buffer is not anybody else's while a thread may write to it.
-            futures.wait(work)
-        for task in work:
-            task.result()
-        for view, source in copies:
-            view[...] = source
 
 
 class _FreeBuffers:
@@ -280,13 +336,8 @@ class _FreeBuffers:
         self._buffers: dict[Any, list[StagingBuffer]] = {}
 
     def take(self, shapes) -> StagingBuffer:
-        key = _key(shapes)
-        with self._lock:
-            free = self._buffers.pop(key, [])
-            buffer = free.pop() if free else None
-            self._buffers[key] = free  # now the shape used last
-            while len(self._buffers) > _SHAPES_KEPT:
-                del self._buffers[next(iter(self._buffers))]
+        """Give a buffer that may be filled; waits for the step that still reads it."""
+        buffer = self._pop(shapes, lambda _: True)
         try:
             if buffer is not None:
                 buffer.wait_for_readers()
@@ -299,6 +350,10 @@ class _FreeBuffers:
             buffer.wait_for_readers()
         return buffer
 
+    def take_ready(self, shapes) -> StagingBuffer | None:
+        """Give a buffer that may be filled at once, if there is one."""
+        return self._pop(shapes, StagingBuffer.is_unread)
+
     def put(self, buffer: StagingBuffer) -> None:
         if any(array.is_deleted() for array in buffer.arrays.values()):
             return  # a step took them as donated: they are its own
@@ -309,6 +364,18 @@ class _FreeBuffers:
             return
         with self._lock:
             self._buffers.setdefault(_key(buffer.arrays), []).append(buffer)
+
+    def _pop(self, shapes, suits) -> StagingBuffer | None:
+        key = _key(shapes)
+        with self._lock:
+            free = self._buffers.pop(key, [])
+            buffer = next(filter(suits, free), None)
+            if buffer is not None:
+                free.remove(buffer)
+            self._buffers[key] = free  # now the shape used last
+            while len(self._buffers) > _SHAPES_KEPT:
+                del self._buffers[next(iter(self._buffers))]
+        return buffer
 
     def clear(self) -> None:
         with self._lock:

@@ -40,17 +40,17 @@ class StagingBuffer:
     """
 
     def __init__(self, shapes: Shapes) -> None:
-        # Made by a program, so that JAX owns the memory: donating an array over NumPy's
-        # memory ends the process.
-        make = jax.jit(
-            lambda: {name: _zeros(shape) for name, shape in shapes.items()},
-            out_shardings={name: shape.sharding for name, shape in shapes.items()},
-        )
-        self.arrays: dict[str, Array] = make()
+        key = ((n, x.shape, x.dtype, x.sharding) for n, x in sorted(shapes.items()))
+        self.arrays: dict[str, Array] = _maker(tuple(key))()
 
     def wait_for_readers(self) -> None:
         """Wait until no computation reads the bytes; raises what one of them raised."""
         jax.block_until_ready(self.arrays)
+
+    def is_unread(self) -> bool:
+        """Tell whether `wait_for_readers` would not wait."""
+        arrays: Any = self.arrays.values()
+        return all(array.is_ready() for array in arrays)
 
     def views(self, name: str) -> list[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
         """Give the bytes of each of this process's shards of an array, to be written.
@@ -67,7 +67,10 @@ class StagingBuffer:
         ]
 
     def retire(self) -> None:
-        """End the arrays' use by steps that were not dispatched yet; does not wait."""
+        """End the arrays' use by steps that were not dispatched yet.
+
+        On a GPU this waits until those that were have ended.
+        """
         self.arrays = _hand_back(self.arrays)
 
 
@@ -110,8 +113,21 @@ def to_device(array: Array) -> Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
-    return jax.device_put(jnp.zeros(shape.shape, shape.dtype), jax.memory.Space.Host)
+@functools.lru_cache(maxsize=64)
+def _maker(key: tuple[Any, ...]) -> Any:
+    """Compile a program that makes a buffer's arrays.
+
+    By a program, so that JAX owns the memory: donating an array over NumPy's memory
+    ends the process.
+    """
+
+    def make():
+        return {
+            name: jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+            for name, shape, dtype, _ in key
+        }
+
+    return jax.jit(make, out_shardings={name: sharding for name, *_, sharding in key})
 
 
 def host_view(array: Array) -> npt.NDArray[Any]:
