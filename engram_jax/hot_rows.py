@@ -272,7 +272,7 @@ class LayerFetch:
 
     def cut(self, pieces: int) -> list[npt.NDArray[Any]]:
         """Cut the rows to read into pieces along the first axis."""
-        return np.array_split(self.ids, pieces)
+        return [self.ids] if pieces == 1 else np.array_split(self.ids, pieces)
 
     def shapes(self, layer: int, pieces: int) -> dict[str, Any]:
         """Give the arrays that are staged for it, by name, without their contents."""

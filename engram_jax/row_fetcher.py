@@ -383,7 +383,7 @@ class _FreeBuffers:
 
 
 def _key(arrays) -> tuple[Any, ...]:
-    return tuple((name, x.shape, str(x.dtype)) for name, x in sorted(arrays.items()))
+    return tuple((name, x.shape, x.dtype) for name, x in sorted(arrays.items()))
 
 
 def _gather(progress: FillProgress, jobs, task: int, tasks: int) -> None:

@@ -61,7 +61,8 @@ class RecordTable:
 
     def __init__(self, pinned: PinnedHostTable):
         self.num_rows, self.head_dim = pinned.num_rows, pinned.head_dim
-        self._memory = mmap.mmap(-1, self.num_rows * ROW_BYTES)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, self.num_rows * ROW_BYTES, flags=private)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows = np.frombuffer(self._memory, np.uint8).reshape(-1, ROW_BYTES)
         values = host_view(pinned.weight[...]).view(np.uint8)
@@ -304,10 +305,7 @@ def host_tables() -> Iterator[Result]:
                     with prefetch:
                         times = times_ms(call, tokens, rows)
                     yield from result(name, tokens, times)
-        call, prefetch = exposed(
-            stacks["records" if tokens == 4096 else "split"],
-            early_copies=2 if tokens == 4096 else 0,
-        )
+        call, prefetch = exposed(stacks["records" if tokens == 4096 else "split"])
         with prefetch:
             yield from result("as chosen", tokens, times_ms(call, tokens, rows), limit)
     for tokens in (16, 4096):
