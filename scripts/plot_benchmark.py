@@ -14,7 +14,8 @@ from pathlib import Path
 
 import benchmark_record
 
-PANELS = ("hash", "lookup", "lookup_packed", "gate", "wkv")
+PANELS = ("hash", "lookup", "lookup_packed", "gate", "wkv", "lookup_host")
+COLUMNS = 3
 STYLES = {
     "pallas": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
     "ordered": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
@@ -64,10 +65,17 @@ def draw(results: list[benchmark_record.Result], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [name for name in PANELS if name in times]
+    columns, lines = min(COLUMNS, len(shown)), -(-len(shown) // COLUMNS)
     figure, axes = plt.subplots(
-        1, len(shown), figsize=(4 * len(shown), 4), squeeze=False, layout="constrained"
+        lines,
+        columns,
+        figsize=(4.2 * columns, 3.6 * lines),
+        squeeze=False,
+        layout="constrained",
     )
-    for axis, name in zip(axes[0], shown, strict=True):
+    for axis in axes.flat[len(shown) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, shown, strict=False):
         for variant, points in sorted(times[name].items()):
             tokens = sorted(points)
             axis.loglog(
@@ -79,7 +87,8 @@ def draw(results: list[benchmark_record.Result], path: Path) -> None:
         axis.set(title=name, xlabel="tokens")
         axis.grid(visible=True, which="major", alpha=0.3)
         axis.legend(fontsize="small")
-    axes[0][0].set_ylabel("kernel time, µs")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("kernel time, µs")
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=120)
     plt.close(figure)
