@@ -5,7 +5,8 @@
     python scripts/benchmark.py --device gpu --peers peers.json
     python scripts/benchmark.py --device host            tables in host memory
     python scripts/benchmark.py --mesh tp=2              several GPUs, and one of them
-    python scripts/benchmark.py --device cpu --markdown      the last results as a table
+    python scripts/benchmark.py --device cpu --markdown      the last results as tables;
+                                                 --output FILE --suites NAME .. of which
 
 Results go to scripts/benchmark_results/<device>.jsonl, one line of JSON each, with
 every sample, the commit, the machine and the versions. Exit code 1: a requirement does
@@ -91,6 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
     import benchmark_record
     from rich.console import Console
 
+    if options.markdown:
+        kind = jax.devices()[0].device_kind
+        output = options.output or benchmark_record.results_file(kind)
+        wanted = options.suites
+        results = benchmark_record.latest(output)
+        shown = [r for r in results if wanted is None or r.suite in wanted]
+        print(benchmark_record.markdown(shown))
+        return 0
+
     console = Console(highlight=False)
     try:
         suites = find_suites(options)
@@ -107,11 +117,6 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output or benchmark_record.results_file(
         jax.devices()[0].device_kind
     )
-    if options.markdown:
-        results = benchmark_record.latest(output)
-        print(benchmark_record.markdown(r for r in results if r.suite in chosen))
-        return 0
-
     origin = benchmark_record.provenance()
     measured = []
 

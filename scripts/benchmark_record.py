@@ -181,7 +181,10 @@ def markdown(results: Iterable[Result]) -> str:
     for result in results:
         detail = result.detail
         if result.unit == "us" and {"operation", "variant", "tokens"} <= detail.keys():
-            row = times.setdefault((detail["operation"], detail["variant"]), {})
+            operation = ", ".join(
+                [detail["operation"], *filter(None, [detail.get("mesh")])]
+            )
+            row = times.setdefault((operation, detail["variant"]), {})
             row[detail["tokens"]] = result.value
             continue
         value = f"{result.value:.3g} {result.unit}"
