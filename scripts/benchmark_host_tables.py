@@ -296,15 +296,12 @@ def host_tables() -> Iterator[Result]:
         flat = times_ms(lambda ids: direct(jnp.asarray(ids)), tokens, rows)
         yield from result("direct", tokens, flat)
         for form, stack in stacks.items():
-            for pieces in (0, 2, 3) if tokens == 4096 else (0,):
-                for threads in (8, 12) if on_gpu and tokens == 4096 else (None,):
-                    name = f"exposed {form}, {pieces} early copies, {threads} threads"
-                    call, prefetch = exposed(
-                        stack, early_copies=pieces, threads=threads, direct_tokens=0
-                    )
-                    with prefetch:
-                        times = times_ms(call, tokens, rows)
-                    yield from result(name, tokens, times)
+            for pieces in (0, 2) if tokens == 4096 else (0,):
+                name = f"exposed {form}, {pieces} early copies"
+                call, prefetch = exposed(stack, early_copies=pieces, direct_tokens=0)
+                with prefetch:
+                    times = times_ms(call, tokens, rows)
+                yield from result(name, tokens, times)
         call, prefetch = exposed(stacks["records" if tokens == 4096 else "split"])
         with prefetch:
             yield from result("as chosen", tokens, times_ms(call, tokens, rows), limit)
