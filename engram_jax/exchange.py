@@ -66,6 +66,8 @@ def fetch_rows(
     hash_ids = pad_tokens(sharding, hash_ids, padded, fill=-1)
     if padded == 0:  # no collective takes empty arrays
         return _no_rows(sharding, tables)
+    if reads_peers(sharding, tables, padded):
+        return _read_peers(sharding, tables, hash_ids, layers)
     arrays = [
         (
             None if table.weight is None else table.weight[...],
@@ -73,10 +75,6 @@ def fetch_rows(
         )
         for table in tables
     ]
-
-    form = sharding.exchange_for(padded)
-    if form == "peer_read" and all(t.addresses is not None for t in tables):
-        return _read_peers(sharding, tables, arrays, hash_ids, layers)
 
     def body(arrays, ids):
         lookup = functools.partial(_look_up, sharding.row_format, tables, arrays)
@@ -86,29 +84,88 @@ def fetch_rows(
     return call(arrays, hash_ids)
 
 
-def _read_peers(sharding, tables, arrays, hash_ids, layers) -> Any:
-    """Rows of this device's tokens, each from the device that holds it."""
-    records = [table.addresses[...] for table in tables]
-    for table, record in zip(tables, records, strict=True):
-        if not isinstance(record, Tracer):
-            table.check_addresses()
-    shards = sharding.shards
+def reads_peers(
+    sharding: EngramSharding, tables: Sequence[Any], num_tokens: int
+) -> bool:
+    """Say whether rows come by "peer_read".
 
-    def body(arrays, records, ids):
-        weights, scales = zip(*arrays, strict=True)
+    Args:
+        sharding: how tables and tokens lie on the mesh.
+        tables: `ParallelEngramEmbedding` of each layer.
+        num_tokens: T, of all replicas together.
+
+    Returns:
+        False where a collective is faster, or a table's addresses are not known.
+    """
+    form = sharding.exchange_for(num_tokens)
+    return form == "peer_read" and all(t.addresses is not None for t in tables)
+
+
+def peer_operands(tables: Sequence[Any]) -> Any:
+    """Give what kernels take to read tables from the peers' memory.
+
+    Args:
+        tables: `ParallelEngramEmbedding` of each layer, with known addresses.
+
+    Returns:
+        For each layer weights, scales and records, laid out by `peer_specs`.
+
+    Raises:
+        ValueError: a table was replaced after its addresses were recorded, as far as
+            that can be seen.
+    """
+    for table in tables:
+        if not isinstance(table.addresses[...], Tracer):
+            table.check_addresses()
+    return (
+        [table.weight[...] for table in tables],
+        [table.scale[...] for table in tables],
+        [table.addresses[...] for table in tables],
+    )
+
+
+def peer_specs(sharding: EngramSharding) -> Any:
+    """Give the partition specs of `peer_operands`."""
+    return (sharding.table, sharding.table, sharding.by_device)
+
+
+def peer_cut(
+    sharding: EngramSharding, layers: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Give the arguments by which kernels know how tables are cut.
+
+    Args:
+        sharding: how tables lie on the mesh.
+        layers: the index of each table's layer; None for all of the model's.
+
+    Returns:
+        `columns` and `rows_per_shard` of `kernels.peer_lookup` and `ngram_rows`.
+    """
+    shards = sharding.shards
+    layers = range(shards.num_layers) if layers is None else layers
+    return {
+        "columns": shards.columns if shards.cut == "heads" else None,
+        "rows_per_shard": [shards.rows_per_shard[layer] for layer in layers],
+    }
+
+
+def _read_peers(sharding, tables, hash_ids, layers) -> Any:
+    """Rows of this device's tokens, each from the device that holds it."""
+
+    def body(operands, ids):
+        weights, scales, records = operands
         return kernels.peer_lookup(
             weights,
             scales,
             [record[0] for record in records],
             ids,
-            columns=shards.columns if shards.cut == "heads" else None,
-            rows_per_shard=[shards.rows_per_shard[layer] for layer in layers],
             packed=sharding.row_format == "packed",
+            **peer_cut(sharding, layers),
         )
 
-    specs = (sharding.table, sharding.by_device, sharding.rows)
+    specs = (peer_specs(sharding), sharding.rows)
     call = sharding.shard_map(body, specs, sharding.rows)
-    return call(arrays, records, hash_ids)
+    return call(peer_operands(tables), hash_ids)
 
 
 def _no_rows(sharding, tables) -> Any:

@@ -180,7 +180,6 @@ class Engram(nnx.Module):
         weight = self.wkv_weight[...]
         if self.sharding is None:
             return kernels.wkv(rows, weight, scale, **options)
-        assert not isinstance(rows, kernels.OrderedRows)  # those are of one device
         streams, width = self.q_weight.shape
         return mesh_layer.project(
             self.sharding, rows, weight, scale, (streams + 1) * width, **options

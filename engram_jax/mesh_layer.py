@@ -14,7 +14,7 @@ from .sharding import EngramSharding
 
 def project(
     sharding: EngramSharding,
-    rows: Float[Array, "T C D"] | UInt8[Array, "T C P"],
+    rows: Float[Array, "T C D"] | UInt8[Array, "T C P"] | kernels.OrderedRows,
     weight: Array,
     scale: Array | None,
     width: int,
@@ -26,7 +26,8 @@ def project(
 
     Args:
         sharding: how tokens and weight lie on the mesh.
-        rows: each token's rows, laid out by `sharding.rows`.
+        rows: each token's rows, laid out by `sharding.rows`; or those that
+            `hash_on_mesh` gives, which count each device's own tokens.
         weight: [N padded, C*D], laid out by `sharding.projection`.
         scale: E8M0 bytes [N padded / 32, C*D/32], or None.
         width: N = (M+1)*E.
@@ -44,9 +45,10 @@ def project(
         together = columns_to_tokens if sharding.sequence_parallel else gather_columns
         return together(kv, sharding.tensor_axes, width)
 
-    if rows.shape[0] == 0:  # no collective takes empty arrays
-        return jnp.zeros((0, width), jnp.bfloat16)
-    rows = pad_tokens(sharding, rows, sharding.pad_tokens(rows.shape[0]))
+    if not isinstance(rows, kernels.OrderedRows):
+        if rows.shape[0] == 0:  # no collective takes empty arrays
+            return jnp.zeros((0, width), jnp.bfloat16)
+        rows = pad_tokens(sharding, rows, sharding.pad_tokens(rows.shape[0]))
     specs = (sharding.rows, *(sharding.projection,) * 3)
     call = sharding.shard_map(body, specs, sharding.tokens)
     return call(rows, weight, scale, expanded)

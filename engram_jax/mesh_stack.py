@@ -1,11 +1,13 @@
 """The hash state and whole stacks over a mesh."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
@@ -13,6 +15,14 @@ from jaxtyping import Array, Bool, Int32
 from . import kernels
 from .arguments import as_array, check_values
 from .batching import pad_batch
+from .embedding import ParallelEngramEmbedding
+from .exchange import (
+    peer_cut,
+    peer_operands,
+    peer_specs,
+    reads_peers,
+    unpad_tokens,
+)
 from .hash_state import NgramHashState
 from .sharding import EngramSharding
 
@@ -25,7 +35,21 @@ _CHECKED = (
     "lookback_dead_mask",
 )
 
-Hashed = tuple[Int32[Array, "T L C"], Bool[Array, " T"], Any]
+
+class Hashed(NamedTuple):
+    """What `hash_on_mesh` gives.
+
+    Attributes:
+        hashes: rows of each token.
+        token_mask: which tokens are alive.
+        slot_cache: the new slot cache, or None.
+        rows: each layer's rows, where one kernel hashes and reads; else None.
+    """
+
+    hashes: Int32[Array, "T L C"]
+    token_mask: Bool[Array, " T"]
+    slot_cache: Any
+    rows: tuple[kernels.OrderedRows, ...] | None
 
 
 def hash_on_mesh(
@@ -34,10 +58,13 @@ def hash_on_mesh(
     arguments: Mapping[str, Any],
     *,
     by_replica: bool = False,
+    tables: Sequence[ParallelEngramEmbedding] = (),
 ) -> Hashed:
     """Hash a batch on every device, or each replica's batch on its own devices.
 
-    Ids are few bytes and hashing is cheap, so nothing is cut and nothing travels.
+    Ids are few bytes and hashing is cheap, so nothing is cut and nothing travels. For
+    few tokens whose rows lie in the peers' memory, the kernel that hashes also reads
+    them (`kernels.ngram_rows`), each device those of its own tokens.
 
     Args:
         sharding: how tokens lie on the mesh.
@@ -45,15 +72,17 @@ def hash_on_mesh(
         arguments: those of `NgramHashState.__call__`, by name.
         by_replica: whether every array has a leading axis of replicas, one for each
             part of the data axes.
+        tables: those of all layers, if the kernel that hashes may read their rows.
 
     Returns:
         Hashes [T, L, C], token mask [T], and the new slot cache or None; by replica,
         T counts the tokens of all replicas in order, laid out by `sharding.replica`,
-        and the cache keeps its leading axis.
+        and the cache keeps its leading axis. And rows, if they were read: laid out by
+        `sharding.rows`, on each device its own tokens padded to a multiple of 8.
 
     Raises:
         ValueError: as `NgramHashState.__call__`; or the replicas are not as many as
-            the mesh has.
+            the mesh has; or a table was replaced after its addresses were recorded.
     """
     known = {n: as_array(x) for n, x in arguments.items() if x is not None}
     static: dict[str, Any] = {
@@ -72,23 +101,69 @@ def hash_on_mesh(
     # As given until now: narrowing turns ids beyond int32 into -1, "no token".
     known = {name: _narrow(name, x) for name, x in known.items()}
     graph, state = nnx.split(hash_state)
+    num_tokens = math.prod(known["input_ids"].shape)
+    reads_rows = _reads_rows(sharding, hash_state, tables, num_tokens, by_replica)
 
-    def body(state, arrays):
+    def body(state, arrays, peers):
         if by_replica:
             arrays = {name: array[0] for name, array in arrays.items()}
         local = nnx.merge(graph, state)
-        hashes = local(**arrays, **static)
-        cache = None
-        if isinstance(hashes, tuple):
-            hashes, cache = hashes
-            cache = cache[None] if by_replica else cache
+        operands = local.operands(**arrays, **static)
+        # Where one kernel does both nothing reads these, and jit leaves them out.
+        hashes = kernels.ngram_hash(**operands, backend=local.backend)
+        cache = operands["slot_cache"]
+        if cache is not None and by_replica:
+            cache = cache[None]
+        if reads_rows:
+            rows, mask = _read_rows(sharding, operands, peers, num_tokens, by_replica)
+            return hashes, mask, cache, rows
         mask = local.token_mask(
             arrays["input_ids"], arrays["query_start_loc"], arrays.get("dead_mask")
         )
-        return hashes, mask, cache
+        return hashes, mask, cache, None
 
     spec = sharding.replica if by_replica else P()
-    return sharding.shard_map(body, (P(), spec), spec)(state, known)
+    peers = peer_operands(tables) if reads_rows else None
+    specs = (P(), spec, peer_specs(sharding) if reads_rows else P())
+    out_specs = (spec, sharding.rows if reads_rows else spec, spec, sharding.rows)
+    hashed = Hashed(*sharding.shard_map(body, specs, out_specs)(state, known, peers))
+    mask = unpad_tokens(sharding, hashed.token_mask, num_tokens)
+    return hashed._replace(token_mask=mask)
+
+
+def _reads_rows(sharding, hash_state, tables, num_tokens, by_replica) -> bool:
+    """Whether one kernel hashes and reads the rows of all layers."""
+    if not tables or not reads_peers(sharding, tables, num_tokens):
+        return False
+    if by_replica and sharding.pad_tokens(num_tokens) != num_tokens:
+        return False  # a device has tokens of two replicas
+    return kernels.reads_at_once(
+        [table.weight[...] for table in tables],
+        sharding.own_tokens(num_tokens),
+        layout=hash_state.layout,
+        pad_id=hash_state.pad_id,
+        backend=hash_state.backend,
+    )
+
+
+def _read_rows(sharding, operands, peers, num_tokens, by_replica):
+    """Rows and mask of this device's own tokens, inside `shard_map`."""
+    weights, scales, records = peers
+    own, first = sharding.own_tokens(num_tokens), None
+    cut = sharding.row_token_axes
+    if by_replica:  # the batch is this replica's already
+        cut = tuple(axis for axis in cut if axis not in sharding.data_axes)
+    if cut:
+        first = (lax.axis_index(cut) * own).reshape(1)
+    return kernels.ngram_rows(
+        weights,
+        scales,
+        **operands,
+        **peer_cut(sharding),
+        records=[record[0] for record in records],
+        first_token=first,
+        num_tokens=own,
+    )
 
 
 def pad_replicas(

@@ -220,8 +220,19 @@ class EngramSharding(DeviceMesh):
         Returns:
           `exchange`, or "peer_read" for as few tokens as `peer_read_up_to` says.
         """
-        mine = self.pad_tokens(num_tokens) // self.size(self.row_token_axes)
+        mine = self.own_tokens(num_tokens)
         return "peer_read" if mine <= self.peer_read_up_to else self.exchange
+
+    def own_tokens(self, num_tokens: int) -> int:
+        """Count the tokens whose rows come to one device, padding included.
+
+        Args:
+          num_tokens: T, of all replicas together.
+
+        Returns:
+          `pad_tokens` of them over the axes that rows are cut by tokens over.
+        """
+        return self.pad_tokens(num_tokens) // self.size(self.row_token_axes)
 
     def spec(self, letters: str) -> P:
         """Give the partition spec of an array by its shape letters.

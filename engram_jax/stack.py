@@ -34,10 +34,10 @@ class EngramBatch:
         hash_ids: rows of each token, int32 [T, L, C]; -1 for padding.
         token_mask: bool [T], False where the gate is shut.
         rows: on a mesh, the rows of all layers, fetched by one exchange:
-            [T padded, L, C, D + D/32] bytes, or D floats. On one device a tuple of
-            each layer's: where one kernel reads all of them (few tokens, on a GPU), or
-            where `EngramPrefetch` fetched them (`StagedRows`). None, also in the tuple:
-            the layer reads its own.
+            [T padded, L, C, D + D/32] bytes, or D floats. Else a tuple of each layer's:
+            where one kernel reads all of them (few tokens, on a GPU or from its
+            peers), or where `EngramPrefetch` fetched them (`StagedRows`). None, also in
+            the tuple: the layer reads its own.
     """
 
     # Not typed further: JAX builds pytrees of placeholders, too.
@@ -178,22 +178,35 @@ class EngramStack(nnx.Module):
             **history,
         }
         if self.sharding is not None:
-            hashed = hash_on_mesh(self.sharding, self.hash_state, arguments)
+            hashed = hash_on_mesh(
+                self.sharding,
+                self.hash_state,
+                arguments,
+                tables=self._tables_for_one_kernel(),
+            )
             return self._fetch(self.sharding, *hashed)
         operands = self.hash_state.operands(**arguments)
         # Where the fused kernel runs nothing reads these, and jit leaves them out.
         hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
-        fused = self._fused_rows(operands)
-        if fused is not None:
-            rows, mask = fused
+        tables = self._tables_for_one_kernel()
+        weights = [table.weight[...] for table in tables]
+        if weights and kernels.reads_at_once(
+            weights,
+            operands["input_ids"].shape[0],
+            layout=self.layout,
+            pad_id=self.hash_state.pad_id,
+            backend=self.hash_state.backend,
+        ):
+            scales = [table.scale[...] for table in tables]
+            rows, mask = kernels.ngram_rows(weights, scales, **operands)
         else:
             rows = None
             mask = self.hash_state.token_mask(input_ids, query_start_loc, dead_mask)
         batch = EngramBatch(hashes, mask, rows)
         return batch if slot_cache is None else (batch, operands["slot_cache"])
 
-    def _fused_rows(self, operands):
-        """All layers' rows and the mask, by the kernel that also hashes, if it pays."""
+    def _tables_for_one_kernel(self):
+        """The tables, if the kernel that hashes may read their rows; else none."""
         tables = [layer.embedding for layer in self._layers]
         parts = [*tables, *self._layers, self.hash_state]
         backend = self.hash_state.backend
@@ -201,13 +214,8 @@ class EngramStack(nnx.Module):
             table.scale is None or layer.wkv_scale is None
             for table, layer in zip(tables, self._layers, strict=True)
         ):
-            return None
-        return kernels.ngram_rows(
-            [table.weight[...] for table in tables],
-            [table.scale[...] for table in tables],
-            **operands,
-            backend=backend,
-        )
+            return []
+        return tables
 
     def replica_batch(self, **arguments: Any) -> Any:
         """Hash each replica's own batch on its devices, and fetch the rows of all.
@@ -230,17 +238,23 @@ class EngramStack(nnx.Module):
                 "load_engram with mesh=...); on one device use batch"
             )
         hashed = hash_on_mesh(
-            self.sharding, self.hash_state, arguments, by_replica=True
+            self.sharding,
+            self.hash_state,
+            arguments,
+            by_replica=True,
+            tables=self._tables_for_one_kernel(),
         )
         return self._fetch(self.sharding, *hashed)
 
-    def _fetch(self, sharding, hashes, mask, slot_cache=None) -> Any:
-        tables = [layer.embedding for layer in self._layers]
-        wanted = hashes
-        if any(layer.wkv_scale is None for layer in self._layers):
-            # As in `Engram.__call__`: no gradient from rows that nobody uses.
-            wanted = jnp.where(mask[:, None, None], hashes, -1)
-        batch = EngramBatch(hashes, mask, fetch_rows(sharding, tables, wanted))
+    def _fetch(self, sharding, hashes, mask, slot_cache=None, rows=None) -> Any:
+        if rows is None:
+            tables = [layer.embedding for layer in self._layers]
+            wanted = hashes
+            if any(layer.wkv_scale is None for layer in self._layers):
+                # As in `Engram.__call__`: no gradient from rows that nobody uses.
+                wanted = jnp.where(mask[:, None, None], hashes, -1)
+            rows = fetch_rows(sharding, tables, wanted)
+        batch = EngramBatch(hashes, mask, rows)
         return batch if slot_cache is None else (batch, slot_cache)
 
     def init_slot_cache(

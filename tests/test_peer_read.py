@@ -70,6 +70,18 @@ def read_by_address(records, ids, width, columns, rows_per_shard):
     return rows
 
 
+def fetch_by_address(records, ids, width, columns, rows_per_shard):
+    """Packed rows inside jit, from wherever the records say."""
+
+    def read(records, ids):
+        known = [np.asarray(record) for record in records]
+        return read_by_address(known, np.asarray(ids), width, columns, rows_per_shard)
+
+    shape = jax.ShapeDtypeStruct((*ids.shape, width + width // 32), jnp.uint8)
+    operands = (list(records), ids)
+    return jax.pure_callback(read, shape, *operands, vmap_method="sequential")
+
+
 @pytest.fixture
 def peers(monkeypatch):
     """Lets CPU devices pass for GPUs; counts the calls of the stand-in."""
@@ -79,15 +91,7 @@ def peers(monkeypatch):
         calls.append(ids.shape)
         width = weights[0].shape[1]
         assert {x.dtype.itemsize for x in (*weights, *scales)} == {1}
-        shape = jax.ShapeDtypeStruct((*ids.shape, width + width // 32), jnp.uint8)
-
-        def read(records, ids):
-            known = [np.asarray(record) for record in records]
-            ids = np.asarray(ids)
-            return read_by_address(known, ids, width, columns, rows_per_shard)
-
-        operands = (list(records), ids)
-        rows = jax.pure_callback(read, shape, *operands, vmap_method="sequential")
+        rows = fetch_by_address(records, ids, width, columns, rows_per_shard)
         return rows if packed else mxfp8.dequantize(*mxfp8.unpack(rows))
 
     monkeypatch.setattr(kernels, "peer_lookup", peer_lookup)

@@ -23,14 +23,24 @@ from mesh_cases import (
     sharded,
     stack24,
 )
-from small_stack import random_hidden, random_ids
+from small_stack import make_stack, random_hidden, random_ids
 
 from engram_jax import EngramLayout, EngramSharding, ParallelEngramEmbedding, mxfp8
 from engram_jax.exchange import fetch_rows
+from engram_jax.mesh_stack import pad_replicas
 
 pytestmark = pytest.mark.gpu
 
 LAYOUT = stack24().layout
+
+
+def wide_stack():
+    """Rows wide enough for the kernel that hashes and reads all layers at once."""
+    changes = {"head_dim": 64, "hidden_size": 64, "num_embeddings": (2000, 5000)}
+    return make_stack(n_heads=8, vocab_base=20, **changes)
+
+
+LAYOUT_WIDE = wide_stack().layout
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +188,123 @@ def test_last_rows_of_shards_of_more_than_2_31_bytes(cut):
     np.testing.assert_array_equal(
         rows, np.broadcast_to(expected[..., None], (*ids.shape, width + 8))
     )
+
+
+def hidden_states(tokens):
+    shape = (tokens, 2, 64)
+    return np.random.default_rng(0).normal(size=shape).astype(jnp.bfloat16)
+
+
+def decode(sharding, *, by_replica=False, replace=None):
+    """Rows and outputs of a ragged batch; `replace`: a layer whose table is copied."""
+    stack = wide_stack()
+    if sharding is not None:
+        stack = stack.shard(sharding)
+    if replace is not None:
+        table = stack.layers[replace].embedding
+        old = table.weight[...]
+        table.weight[...] = jax.block_until_ready(jnp.copy(old))
+    graph, state = nnx.split(stack)
+    batch = {
+        "input_ids": random_ids(13),
+        "positions": np.arange(13),
+        "query_start_loc": np.array([0, 5, 11]),  # two tokens of no request
+        "dead_mask": np.arange(13) % 5 == 3,
+    }
+    if by_replica:
+        batch = pad_replicas([batch, batch])
+    hidden = hidden_states(26 if by_replica else 13)
+
+    @jax.jit
+    def step(state, hidden, batch):
+        stack = nnx.merge(graph, state)
+        made = (stack.replica_batch if by_replica else stack.batch)(**batch)
+        outputs = stack(1, hidden, made), stack(3, hidden, made)
+        return made.rows, made.token_mask, outputs
+
+    rows, mask, outputs = jax.tree.map(np.asarray, step(state, hidden, batch))
+    return rows, mask, outputs
+
+
+def own_rows(sharding, rows):
+    """Each token's rows of what the devices have, padded to 8 tokens each."""
+    pieces = sharding.size(sharding.row_token_axes)
+    parts = np.split(rows.values, pieces)
+    return np.concatenate([part[: rows.tokens] for part in parts])
+
+
+@pytest.mark.parametrize("cut", ["heads", "rows"])
+@pytest.mark.parametrize(
+    ("shape", "choices", "by_replica"),
+    [
+        ((2, 1), {"shard_projection": False}, False),
+        ((2, 1), {"shard_projection": True}, False),
+        ((2, 1), {"sequence_parallel": True}, False),
+        ((1, 2), {}, False),
+        ((1, 2), {}, True),
+    ],
+    ids=["tp", "tp-cut", "sp", "dp", "dp-by-replica"],
+)
+def test_one_kernel_hashes_and_reads_as_on_one_gpu(shape, choices, by_replica, cut):
+    """13 tokens: the last device has one of padding; two are of no request."""
+    sharding = EngramSharding.on(mesh(*shape), LAYOUT_WIDE, cut=cut, **choices)
+    rows, mask, outputs = decode(sharding, by_replica=by_replica)
+    wanted, known, known_outputs = decode(None)
+    twice = 2 if by_replica else 1
+    np.testing.assert_array_equal(mask, np.tile(known, twice))
+    for found, alone in zip(rows, wanted, strict=True):
+        actual = own_rows(sharding, found)
+        expected = np.tile(alone.values[:13], (twice, 1))
+        count = len(expected)
+        np.testing.assert_array_equal(
+            actual[:count].view(np.uint16), expected.view(np.uint16)
+        )
+        assert not actual[count:].any()
+    before = hidden_states(13).astype(np.float32)
+    for found, alone in zip(outputs, known_outputs, strict=True):
+        whole = alone.astype(np.float32)
+        # As in `test_mesh_gpu`: sums may be added in another order.
+        bound = 2.0**-7 * (np.abs(whole) + np.abs(whole - before))
+        # The first replica's hidden states are those of one GPU.
+        assert (np.abs(found[:13].astype(np.float32) - whole) <= bound).all()
+
+
+def test_one_kernel_gives_nan_for_a_replaced_table():
+    sharding = EngramSharding.on(mesh(2, 1), LAYOUT_WIDE, shard_projection=False)
+    (first, second), mask, outputs = decode(sharding, replace=3)
+    (known, _), _, _ = decode(None)
+    np.testing.assert_array_equal(
+        first.values[:13].view(np.uint16), known.values[:13].view(np.uint16)
+    )
+    found = second.values[:13].astype(np.float32)
+    assert np.isnan(found[:11]).all()
+    assert not found[11:].any()  # of no request
+    assert np.isnan(outputs[1].astype(np.float32)[mask]).all()
+    assert not np.isnan(outputs[1].astype(np.float32)[~mask]).any()
+
+
+@pytest.mark.parametrize("row_format", ["packed", "bfloat16"])
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(
+    ("shape", "choices"),
+    [((1, 2), {}), ((2, 1), {}), ((2, 1), {"sequence_parallel": True})],
+    ids=["dp", "tp", "sp"],
+)
+def test_a_collective_s_rows_are_those_of_one_gpu(
+    tables, shape, choices, exchange, row_format
+):
+    """All layers' rows by one launch, and put in order once."""
+    sharding = EngramSharding.on(
+        mesh(*shape), LAYOUT, exchange=exchange, row_format=row_format, **choices
+    )
+    fetch, state = fetch_of(sharding, sharded(tables, sharding))
+    for tokens in (2, 13, 1001):
+        ids = column_ids(LAYOUT, tokens, seed=tokens)
+        wanted = packed_rows(tables, ids)
+        if row_format == "bfloat16":
+            wanted = np.asarray(mxfp8.dequantize(*mxfp8.unpack(jnp.asarray(wanted))))
+        rows = np.asarray(fetch(state, ids))
+        np.testing.assert_array_equal(
+            rows[:tokens].view(np.uint8), wanted.view(np.uint8)
+        )
+        assert not rows[tokens:].any()

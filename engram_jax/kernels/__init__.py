@@ -10,6 +10,7 @@ from .lookup import lookup_layers as lookup_layers
 from .lookup import lookup_packed as lookup_packed
 from .ngram_hash import ngram_hash as ngram_hash
 from .ngram_rows import ngram_rows as ngram_rows
+from .ngram_rows import reads_at_once as reads_at_once
 from .peer_lookup import RECORD_WORDS as RECORD_WORDS
 from .peer_lookup import make_record as make_record
 from .peer_lookup import peer_lookup as peer_lookup

@@ -5,13 +5,15 @@ and one reordering a layer are five kernels for two layers. Here every thread fi
 row itself, reads 16 of its values and writes them where the FP8 projection expects
 them (`wkv_pallas.permute_columns`). Threads of a row repeat its hash, which costs
 nothing while the card is nearly empty; for many tokens the separate kernels are faster.
+Rows of tables that are cut over several GPUs come from their owners' memory, as in
+`peer_lookup_pallas`.
 
 Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`; their pieces serve
 here.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from engram_jax.layout import EngramLayout
 
+from .lookup_pallas import Place, by_layer, own_row
 from .mosaic_pallas import (
     WARPGROUP,
     Predicate,
@@ -47,10 +50,15 @@ from .ngram_hash_pallas import (
     read_multipliers,
     roll,
 )
+from .peer_lookup_pallas import PeerTables, find_row
 
 _PIECE = 16  # values that a thread moves
 _ORDER = 64  # columns within which `wkv_pallas.permute_columns` works
 _TOKENS_MULTIPLE = 8  # what the projection's matrix unit takes at a time
+_NAN_SCALES = 0xFFFF  # two scales that are NaN
+
+Locate = Callable[[Refs, Word, Word, Word, Predicate], Place]
+"""Finds a row: (refs, layer, column, row's number, whether one is asked for)."""
 
 
 def padded_tokens(tokens: int) -> int:
@@ -60,15 +68,13 @@ def padded_tokens(tokens: int) -> int:
 
 def unsupported_reason(
     weights: Sequence[jax.Array],
-    scales: Sequence[jax.Array],
-    input_ids: jax.Array,
+    tokens: int,
     *,
     layout: EngramLayout,
     pad_id: int,
     interpret: bool = False,
 ) -> str | None:
     """Say why `decode_front_end_pallas` cannot take these operands, or give None."""
-    del scales
     if interpret:
         return INTERPRET_REASON
     widths = {weight.shape[1] for weight in weights}
@@ -77,8 +83,8 @@ def unsupported_reason(
     (width,) = widths
     if width % _ORDER:
         return f"rows have {width} values, not a multiple of {_ORDER}"
-    if input_ids.size * layout.n_hash_cols * width // _PIECE >= 2**31:
-        return f"{input_ids.size} tokens have more pieces than 32 bits can count"
+    if tokens * layout.n_hash_cols * width // _PIECE >= 2**31:
+        return f"{tokens} tokens have more pieces than 32 bits can count"
     return layout_reason(layout, pad_id)
 
 
@@ -99,42 +105,53 @@ def _find_row(
     return row, owned & values[0].compare("sge", 0)
 
 
+def _own_row(refs, layer, column, row, exists, *, rows_in_tables, width) -> Place:
+    del column
+    return own_row(refs, layer, row, exists, rows_in_tables=rows_in_tables, width=width)
+
+
 def _move_piece(
     refs: Refs,
-    tables: Sequence[tuple[Any, Any, Any]],
     batch: Batch,
     layout: EngramLayout,
     layer: Word,
     piece: Word,
     width: int,
-    rows: Sequence[int],
+    tokens: int,
+    locate: Locate,
 ) -> None:
+    """Write 16 values of a row, and one of them whether its token is alive.
+
+    Of `tokens` tokens from that which "first" names, or from the batch's first.
+    """
     per_row = width // _PIECE
-    exists = piece.compare("ult", batch.tokens * layout.n_hash_cols * per_row)
+    exists = piece.compare("ult", tokens * layout.n_hash_cols * per_row)
     number = exists.select(piece, 0)
     slot, part = number // per_row, number % per_row
-    token, col = slot // layout.n_hash_cols, slot % layout.n_hash_cols
+    place, col = slot // layout.n_hash_cols, slot % layout.n_hash_cols
+    token = place + load(address(refs["first"]))[0] if "first" in refs else place
+    in_batch = exists & token.compare("ult", batch.tokens)
+    token = in_batch.select(token, 0)
     row, alive = _find_row(refs, batch, layout, layer, token, col)
     is_first = layer.compare("eq", 0) & col.compare("eq", 0) & part.compare("eq", 0)
-    mask = address(refs["alive"]) + token.widen()
-    store(mask, [alive.select(Word.of(1), 0)], width=8, only_if=exists & is_first)
-    inside = exists & row.compare("ult", pick(layer, [Word.of(r) for r in rows]))
+    mask = address(refs["alive"]) + place.widen()
+    alive = (alive & in_batch).select(Word.of(1), 0)
+    store(mask, [alive], width=8, only_if=exists & is_first)
 
     # Part (64-block, b) holds the words a = 0 to 3 at byte 16 a + 4 b of its block.
-    weight, scale, out = (
-        pick(layer, [address(ref) for ref in refs_of])
-        for refs_of in zip(*tables, strict=True)
-    )
+    found = locate(refs, layer, col, row, in_batch)
     block, b = part // 4, part % 4
-    values = weight + row.widen() * width + (block * _ORDER + b * 4).widen()
-    words = [load(values + 16 * a, only_if=inside)[0] for a in range(4)]
-    scales = scale + row.widen() * (width // 32) + (block * 2).widen()
-    (both,) = load(scales, width=16, only_if=inside)
+    values = found.values + (block * _ORDER + b * 4).widen()
+    words = [load(values + 16 * a, only_if=found.inside)[0] for a in range(4)]
+    scales = found.scales + (block * 2).widen()
+    (both,) = load(scales, width=16, only_if=found.inside)
+    both = found.or_nan(both, Word.of(_NAN_SCALES))
     pairs = [e8m0_pair(both & 0xFF), e8m0_pair(both >> 8)]
     decoded = [
         decode_e4m3(word, pairs[a // 2], in_order=False) for a, word in enumerate(words)
     ]
-    where = out + (number * (2 * _PIECE)).widen()
+    outs = [address(refs[f"out {number}"]) for number in range(layout.num_layers)]
+    where = pick(layer, outs) + (number * (2 * _PIECE)).widen()
     for d in range(2):
         store(where + 16 * d, [four[d] for four in decoded], only_if=exists)
 
@@ -151,10 +168,15 @@ def decode_front_end_pallas(
     lookback_dead_mask: jax.Array | None = None,
     slot_cache: jax.Array | None = None,
     block_table: jax.Array | None = None,
+    records: Sequence[jax.Array] | None = None,
+    first_token: jax.Array | None = None,
     *,
     layout: EngramLayout,
     pad_id: int,
     block_size: int | None = None,
+    columns: int | None = None,
+    rows_per_shard: tuple[int, ...] = (),
+    num_tokens: int | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Hash every token's n-grams and read their rows, for all layers.
@@ -174,28 +196,40 @@ def decode_front_end_pallas(
       lookback_dead_mask: bool [R, n - 1].
       slot_cache: int32 [slots], written already.
       block_table: int32 [R, blocks].
+      records: Where the shards of each layer's table lie, uint32 [S + 1, 8] of
+        `peer_lookup.make_record`; weights and scales are then this GPU's shards. None
+        where they are the whole tables.
+      first_token: int32 [1], the first token whose rows are wanted; None: 0.
       layout: Primes, offsets and multipliers.
       pad_id: The compressed pad id.
       block_size: Positions in a block.
+      columns: With records, hash columns that a shard holds; None where tables are cut
+        by rows.
+      rows_per_shard: With records, rows that a shard of each layer has room for.
+      num_tokens: How many tokens' rows are wanted; None: T. Those past the batch's end
+        are zeros.
       interpret: Must be False; see `ngram_hash_pallas.INTERPRET_REASON`.
 
     Returns:
-      One bfloat16 [`padded_tokens` (T), C * D] a layer, and which tokens are alive,
-      bool [T]: of a request, and not dead. Rows from T on are not written and hold
-      anything; the projection does not use what comes of them.
+      One bfloat16 [`padded_tokens` (N), C * D] a layer, N = `num_tokens`, and which
+      tokens are alive, bool [N]: of a request, and not dead. Rows from N on are not
+      written and hold anything; the projection does not use what comes of them. Rows of
+      a table that is not where its record says are NaN.
     """
+    tokens = input_ids.shape[0] if num_tokens is None else num_tokens
     reason = unsupported_reason(
-        weights, scales, input_ids, layout=layout, pad_id=pad_id, interpret=interpret
+        weights, tokens, layout=layout, pad_id=pad_id, interpret=interpret
     )
     if reason is not None:
         raise NotImplementedError(f"decode_front_end_pallas: {reason}")
-    width, columns = weights[0].shape[1], layout.n_hash_cols
+    width, layers = weights[0].shape[1], len(weights)
     out_type = jax.ShapeDtypeStruct(
-        (padded_tokens(input_ids.shape[0]), columns * width), jnp.bfloat16
+        (padded_tokens(tokens), layout.n_hash_cols * width), jnp.bfloat16
     )
-    if input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
+    alive_type = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
+    if tokens == 0 or input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
         rows = tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
-        return rows, jnp.zeros(input_ids.shape, jnp.bool_)
+        return rows, jnp.zeros(alive_type.shape, alive_type.dtype)
     operands = batch_operands(
         input_ids,
         positions,
@@ -209,33 +243,42 @@ def decode_front_end_pallas(
     )
     batch = batch_sizes(operands, layout, pad_id, block_size)
     operands |= layout_constants(layout)
-    rows, layers = [weight.shape[0] for weight in weights], len(weights)
+    if first_token is not None:
+        operands["first"] = first_token
+    operands |= by_layer(weight=weights, scale=scales)
+    if records is None:
+        rows_in_tables = [weight.shape[0] for weight in weights]
+        locate: Locate = functools.partial(
+            _own_row, rows_in_tables=rows_in_tables, width=width
+        )
+    else:
+        operands |= by_layer(record=records)
+        tables = PeerTables(records[0].shape[0] - 1, columns, rows_per_shard)
+        locate = functools.partial(find_row, tables=tables, width=width)
+    names = [*operands, *(f"out {layer}" for layer in range(layers)), "alive"]
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(plgpu.RefType(),) * (len(operands) + 3 * layers + 1),
+            *(plgpu.RefType(),) * len(names),
             *(plgpu.Layout.WG_SPLAT,) * 2,
         ),
     )
     def move(ctx, *arguments):
         del ctx
-        *buffers, alive, layer, cta = arguments
-        refs = dict(zip(operands, buffers, strict=False)) | {"alive": alive}
-        buffers = buffers[len(operands) :]
-        tables = [tuple(buffers[layer::layers]) for layer in range(layers)]
+        *buffers, layer, cta = arguments
+        refs = dict(zip(names, buffers, strict=True))
         piece = Word(cta.registers.item()) * WARPGROUP + thread_index()
         layer = Word(layer.registers.item())
-        _move_piece(refs, tables, batch, layout, layer, piece, width, rows)
+        _move_piece(refs, batch, layout, layer, piece, width, tokens, locate)
 
     def decode_front_end(*buffers):
         move(*buffers, lax.axis_index("layer"), lax.axis_index("cta"))
 
-    pieces = batch.tokens * columns * width // _PIECE
-    alive_type = jax.ShapeDtypeStruct(input_ids.shape, jnp.bool_)
+    pieces = tokens * layout.n_hash_cols * width // _PIECE
     *rows_out, alive = plgpu.kernel(
         decode_front_end,
         out_type=(*(out_type,) * layers, alive_type),
         grid=(layers, -(-pieces // WARPGROUP)),
         grid_names=("layer", "cta"),
-    )(*operands.values(), *weights, *scales)
+    )(*operands.values())
     return tuple(rows_out), alive

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float8e4m3fn, UInt8
+from jaxtyping import Array, Bool, Float8e4m3fn, Int32, UInt8, UInt32
 
 from engram_jax.layout import EngramLayout
 
@@ -25,6 +25,41 @@ _NAMES = (
 )
 
 
+def reads_at_once(
+    weights: Sequence[Any],
+    tokens: int,
+    *,
+    layout: EngramLayout,
+    pad_id: int,
+    backend: Backend | None = None,
+) -> bool:
+    """Say whether `ngram_rows` has a kernel for these tables and so many tokens.
+
+    Args:
+        weights: one table a layer.
+        tokens: how many tokens' rows are wanted.
+        layout: primes, offsets and multipliers.
+        pad_id: the compressed pad id.
+        backend: as of `ngram_rows`.
+
+    Returns:
+        True where it runs; elsewhere `ngram_hash` and `lookup` are to be used one after
+        the other.
+    """
+
+    def unsupported_reason(interpret):
+        from . import decode_front_end_pallas
+
+        return library_reason(tokens) or decode_front_end_pallas.unsupported_reason(
+            weights, tokens, layout=layout, pad_id=pad_id, interpret=interpret
+        )
+
+    if backend in ("xla", "pallas_interpret") or tokens == 0:
+        return False
+    # Also where kernels were asked for: without this one, others do the same.
+    return resolve_backend("ngram_rows", None, unsupported_reason) != "xla"
+
+
 def ngram_rows(
     weights: Sequence[Float8e4m3fn[Array, "_ D"] | UInt8[Array, "_ D"]],
     scales: Sequence[UInt8[Array, "_ G"]],
@@ -32,60 +67,64 @@ def ngram_rows(
     layout: EngramLayout,
     pad_id: int,
     block_size: int | None = None,
-    backend: Backend | None = None,
+    records: Sequence[UInt32[Array, "_ 8"]] | None = None,
+    columns: int | None = None,
+    rows_per_shard: Sequence[int] = (),
+    first_token: Int32[Array, "1"] | None = None,
+    num_tokens: int | None = None,
     **batch: Any,
-) -> tuple[tuple[OrderedRows, ...], Bool[Array, " T"]] | None:
+) -> tuple[tuple[OrderedRows, ...], Bool[Array, " N"]]:
     """Hash every token's n-grams and read their rows, for all layers.
 
     `rows_l = lookup(weights[l], scales[l], ngram_hash(..)[:, l])`, in the order in
     which `wkv`'s GPU kernel reads its weight. For a few tokens, two layers' hash,
     lookups and reordering would be five kernels that take longer to start than to run.
 
+    With `records` rows come from the memory of the GPUs that hold them, as those of
+    `peer_lookup`: inside `shard_map`, NaN where a table was replaced.
+
     Gradient: none, tables are constants.
 
     Args:
-        weights: one table a layer, e4m3 values or their bytes.
+        weights: one table a layer, e4m3 values or their bytes; with records this GPU's
+            shards.
         scales: their E8M0 bytes [R, D/32].
         layout: primes, offsets and multipliers.
         pad_id: the compressed pad id.
         block_size: positions in a block of the slot cache.
-        backend: None takes the kernel where `wkv` takes its own; "xla" and
-            "pallas_interpret" take none.
+        records: as of `peer_lookup`, for tables that are cut over GPUs.
+        columns: as of `peer_lookup`.
+        rows_per_shard: as of `peer_lookup`.
+        first_token: the first token whose rows are wanted; None takes the batch's.
+        num_tokens: how many tokens' rows are wanted, N; None takes all, T. Those past
+            the batch's end are zeros.
         **batch: the other arguments of `ngram_hash`, which
             `NgramHashState.operands` makes.
 
     Returns:
-        Each layer's rows, and which tokens are alive (of a request, and not dead), bool
-        [T]; or None where `ngram_hash` and `lookup` are to be used one after the other.
+        Each layer's rows, and which tokens are alive (of a request, and not dead).
+
+    Raises:
+        NotImplementedError: there is no such kernel; ask `reads_at_once` first.
 
     """
-    operands = tuple(batch.get(name) for name in _NAMES)
-    static = {"layout": layout, "pad_id": pad_id, "block_size": block_size}
-    tokens = batch["input_ids"].shape[0]
-
-    def unsupported_reason(interpret):
-        from . import decode_front_end_pallas
-
-        return library_reason(tokens) or decode_front_end_pallas.unsupported_reason(
-            weights,
-            scales,
-            batch["input_ids"],
-            layout=layout,
-            pad_id=pad_id,
-            interpret=interpret,
-        )
-
-    if backend in ("xla", "pallas_interpret") or tokens == 0:
-        return None
-    # Also where kernels were asked for: without this one, others do the same.
-    if resolve_backend("ngram_rows", None, unsupported_reason) == "xla":
-        return None
     from . import decode_front_end_pallas  # here, since importing Pallas takes a second
 
+    tokens = batch["input_ids"].shape[0] if num_tokens is None else num_tokens
     kernel = functools.partial(
-        decode_front_end_pallas.decode_front_end_pallas, **static, interpret=False
+        decode_front_end_pallas.decode_front_end_pallas,
+        layout=layout,
+        pad_id=pad_id,
+        block_size=block_size,
+        columns=columns,
+        rows_per_shard=tuple(rows_per_shard),
+        num_tokens=num_tokens,
     )
     rows, alive = jax.custom_batching.sequential_vmap(kernel)(
-        tuple(weights), tuple(scales), *operands
+        tuple(weights),
+        tuple(scales),
+        *(batch.get(name) for name in _NAMES),
+        None if records is None else tuple(records),
+        first_token,
     )
     return tuple(OrderedRows(values, tokens) for values in rows), alive

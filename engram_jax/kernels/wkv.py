@@ -28,7 +28,7 @@ class OrderedRows:
 
     Attributes:
         values: bfloat16 [T or more, C*D]; what lies beyond T is not used.
-        tokens: T.
+        tokens: T; outside of `shard_map`, that of each device.
     """
 
     # Not typed further: JAX builds pytrees of placeholders, too.

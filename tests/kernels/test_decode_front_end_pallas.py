@@ -15,7 +15,14 @@ from kernels.test_lookup_pallas import assert_same_rows
 from kernels.test_ngram_hash_pallas import HISTORIES, operands, xla_form
 
 from engram_jax import kernels
-from engram_jax.kernels import decode_front_end_pallas, ngram_hash_pallas, wkv_pallas
+from engram_jax.kernels import (
+    decode_front_end_pallas,
+    lookup_pallas,
+    ngram_hash_pallas,
+    peer_lookup_pallas,
+    wkv_pallas,
+)
+from engram_jax.shards import TableShards
 
 
 def tables(layout, width):
@@ -48,6 +55,66 @@ def alive_tokens(batch):
     return alive & (token >= starts[0]) & (token < starts[-1])
 
 
+def run_inline_code(
+    monkeypatch, layout, batch, weights, scales, locate, *, owned=None, records=None
+):
+    """Runs the kernel's threads; `owned`: first token and count of those wanted.
+
+    With `records`, weights and scales are those of all shards by name, and `records`
+    fills in the addresses.
+    """
+    arrays = {name: value for name, value in batch.items() if name != "block_size"}
+    given = ngram_hash_pallas.batch_operands(**arrays)
+    static = ngram_hash_pallas.batch_sizes(
+        given, layout, PAD_ID, batch.get("block_size")
+    )
+    given |= ngram_hash_pallas.layout_constants(layout)
+    buffers = {name: np.asarray(array) for name, array in given.items()}
+    tokens = static.tokens
+    if owned is not None:
+        first, tokens = owned
+        buffers["first"] = np.array([first], np.int32)
+    buffers |= weights | scales
+    width = next(iter(weights.values())).shape[1]
+    if records is not None:
+        shape = records.shape
+        buffers |= {
+            f"record {n}": np.zeros(shape, np.uint32) for n in range(layout.num_layers)
+        }
+    out = {
+        f"out {n}": np.full((64, layout.n_hash_cols * width), 0.5, ml_dtypes.bfloat16)
+        for n in range(layout.num_layers)
+    }
+    alive = np.full(tokens, 2, np.uint8)
+    pieces = tokens * layout.n_hash_cols * width // 16 + 3
+    memory = Memory(buffers, out | {"alive": alive}, threads=pieces)
+    if records is not None:
+        records.write(memory)
+    modules = (ngram_hash_pallas, lookup_pallas, peer_lookup_pallas)
+    simulate(monkeypatch, memory, *modules, decode_front_end_pallas)
+    for layer in range(layout.num_layers):
+        decode_front_end_pallas._move_piece(
+            {name: name for name in memory.names},
+            static,
+            layout,
+            Word.of(layer),
+            Word(np.arange(pieces)),
+            width,
+            tokens,
+            locate,
+        )
+    rows = []
+    for written in out.values():
+        actual, padding = np.split(written, [tokens])
+        assert (padding == 0.5).all()  # stays as it was
+        rows.append(actual)
+    return rows, alive, memory
+
+
+def named(name, arrays):
+    return {f"{name} {number}": array for number, array in enumerate(arrays)}
+
+
 @pytest.mark.parametrize(
     ("sizes", "history"),
     [
@@ -61,51 +128,133 @@ def test_inline_code_equals_separate_kernels(monkeypatch, sizes, history):
     layout = make_layout(*shape, smallest=40)
     batch = random_batch(4, 11, 3, layout.max_ngram_size, **history)
     weights, scales = zip(*tables(layout, width), strict=True)
-    expected = list(separate_kernels(batch, layout, weights, scales))
-
-    arrays = {name: value for name, value in batch.items() if name != "block_size"}
-    given = ngram_hash_pallas.batch_operands(**arrays)
-    static = ngram_hash_pallas.batch_sizes(
-        given, layout, PAD_ID, batch.get("block_size")
+    expected = separate_kernels(batch, layout, weights, scales)
+    locate = functools.partial(
+        decode_front_end_pallas._own_row, rows_in_tables=layout.num_rows, width=width
     )
-    given |= ngram_hash_pallas.layout_constants(layout)
-    buffers = {name: np.asarray(array) for name, array in given.items()}
-    names = [(f"w{i}", f"s{i}", f"o{i}") for i in range(layout.num_layers)]
-    buffers |= dict(zip([n[0] for n in names], weights, strict=True))
-    buffers |= dict(zip([n[1] for n in names], scales, strict=True))
-    out = {
-        n[2]: np.full((16, e.shape[1]), 0.5, ml_dtypes.bfloat16)
-        for n, e in zip(names, expected, strict=True)
-    }
-    alive = np.full(static.tokens, 2, np.uint8)
-    pieces = static.tokens * layout.n_hash_cols * width // 16 + 3
-    memory = Memory(buffers, out | {"alive": alive}, threads=pieces)
-    simulate(monkeypatch, memory, ngram_hash_pallas, decode_front_end_pallas)
-    for layer in range(layout.num_layers):
-        decode_front_end_pallas._move_piece(
-            {name: name for name in memory.names},
-            names,
-            static,
-            layout,
-            Word.of(layer),
-            Word(np.arange(pieces)),
-            width,
-            layout.num_rows,
-        )
-    for written, wanted in zip(out.values(), expected, strict=True):
-        actual, padding = np.split(written, [static.tokens])
-        assert (padding == 0.5).all()  # stays as it was
+    parts = named("weight", weights), named("scale", scales)
+    rows, alive, _ = run_inline_code(monkeypatch, layout, batch, *parts, locate)
+    for actual, wanted in zip(rows, expected, strict=True):
         assert_same_rows(actual, wanted)
     np.testing.assert_array_equal(alive, alive_tokens(batch))
 
 
+class Peers:
+    """The shards of all layers' tables, as one device of several sees them."""
+
+    def __init__(self, layout, shards, weights, scales, device, stale=()):
+        self.layout, self.shards, self.device = layout, shards, device
+        self.weights, self.scales, self.stale = {}, {}, stale
+        self.shape = (shards.num_shards + 1, 8)
+        for layer, shard in np.ndindex(shards.row_start.shape):
+            rows = slice(*self.rows(layer, shard))
+            self.weights[self.name("weight", layer, shard)] = weights[layer][rows]
+            self.scales[self.name("scale", layer, shard)] = scales[layer][rows]
+
+    def rows(self, layer, shard):
+        ends = self.shards.row_start, self.shards.row_end
+        return tuple(int(x[layer, shard]) for x in ends)
+
+    def name(self, part, layer, shard):
+        """The device's own shard is the kernel's operand."""
+        return f"{part} {layer}" + (f" of {shard}" if shard != self.device else "")
+
+    def write(self, memory):
+        """Fills in where everything lies in the simulated memory."""
+        shards = range(self.shards.num_shards)
+        for layer in range(self.layout.num_layers):
+            addresses = [
+                [
+                    int(memory.address(self.name(part, layer, shard)).value)
+                    for part in ("weight", "scale")
+                ]
+                for shard in shards
+            ]
+            rows = [self.rows(layer, shard) for shard in shards]
+            record = kernels.make_record(addresses, rows, self.device)
+            if layer in self.stale:
+                record[-1, 0] += 64
+            place = memory.names.index(f"record {layer}")
+            memory.bytes[place][:] = record.view(np.uint8).reshape(-1)
+
+    @property
+    def locate(self):
+        by_heads = self.shards.cut == "heads"
+        tables = peer_lookup_pallas.PeerTables(
+            self.shards.num_shards,
+            self.shards.columns if by_heads else None,
+            self.shards.rows_per_shard,
+        )
+        return functools.partial(peer_lookup_pallas.find_row, tables=tables, width=64)
+
+
+@pytest.mark.parametrize("owned", [None, (0, 6), (6, 6)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("cut", ["heads", "rows"])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_rows_of_peers_are_those_of_one_device(monkeypatch, shards, cut, owned):
+    """Of all tokens or of a part; 11 tokens over two devices leave one of padding."""
+    layout = make_layout(2, 3, 4, smallest=40)
+    batch = random_batch(5, 11, 3, layout.max_ngram_size, **HISTORIES[0])
+    weights, scales = zip(*tables(layout, 64), strict=True)
+    expected = [
+        np.pad(rows, ((0, 1), (0, 0)))
+        for rows in separate_kernels(batch, layout, weights, scales)
+    ]
+    cut_tables = TableShards.choose(layout, shards, cut)
+    first, count = owned or (0, 11)
+    wanted = slice(first, first + count)
+    for device in (0, shards - 1):
+        peers = Peers(layout, cut_tables, weights, scales, device)
+        rows, alive, memory = run_inline_code(
+            monkeypatch,
+            layout,
+            batch,
+            peers.weights,
+            peers.scales,
+            peers.locate,
+            owned=owned,
+            records=peers,
+        )
+        for actual, whole in zip(rows, expected, strict=True):
+            assert_same_rows(actual, whole[wanted])
+        known = np.pad(alive_tokens(batch), (0, 1))
+        np.testing.assert_array_equal(alive, known[wanted])
+        assert all(memory.touched[name] for name in peers.weights)
+
+
+def test_a_replaced_table_gives_nan_and_no_read(monkeypatch):
+    """Layer 1's own shard is not where its record says; -1 is zeros even so."""
+    layout = make_layout(2, 3, 4, smallest=40)
+    batch = random_batch(5, 11, 3, layout.max_ngram_size, **HISTORIES[0])
+    batch["query_start_loc"] = batch["query_start_loc"] // 2  # others of no request
+    weights, scales = zip(*tables(layout, 64), strict=True)
+    expected = list(separate_kernels(batch, layout, weights, scales))
+    owned = (xla_form(batch, layout) >= 0).all((1, 2))
+    assert owned.any()
+    assert not owned.all()
+    shards = TableShards.choose(layout, 2)
+    peers = Peers(layout, shards, weights, scales, 0, stale=(1,))
+    rows, _, memory = run_inline_code(
+        monkeypatch,
+        layout,
+        batch,
+        peers.weights,
+        peers.scales,
+        peers.locate,
+        records=peers,
+    )
+    assert_same_rows(rows[0], expected[0])
+    assert np.isnan(rows[1][owned].astype(np.float32)).all()
+    assert not rows[1][~owned].astype(np.float32).any()
+    touched = [n for k, n in memory.touched.items() if k.startswith("weight 1")]
+    assert touched == [0, 0]
+
+
 def test_refuses_what_it_cannot_do():
     layout = make_layout()
-    ids = jnp.zeros((3,), jnp.int32)
     reason = functools.partial(
         decode_front_end_pallas.unsupported_reason,
-        scales=[],
-        input_ids=ids,
+        tokens=3,
         layout=layout,
         pad_id=PAD_ID,
     )
