@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Int32
 from . import kernels
 from .arguments import as_array, check_values
 from .batching import pad_batch
-from .embedding import ParallelEngramEmbedding
 from .exchange import (
     peer_cut,
     peer_operands,
@@ -58,7 +57,7 @@ def hash_on_mesh(
     arguments: Mapping[str, Any],
     *,
     by_replica: bool = False,
-    tables: Sequence[ParallelEngramEmbedding] = (),
+    tables: Sequence[Any] = (),
 ) -> Hashed:
     """Hash a batch on every device, or each replica's batch on its own devices.
 
@@ -72,7 +71,8 @@ def hash_on_mesh(
         arguments: those of `NgramHashState.__call__`, by name.
         by_replica: whether every array has a leading axis of replicas, one for each
             part of the data axes.
-        tables: those of all layers, if the kernel that hashes may read their rows.
+        tables: `ParallelEngramEmbedding` of all layers, if the kernel that hashes may
+            read their rows.
 
     Returns:
         Hashes [T, L, C], token mask [T], and the new slot cache or None; by replica,
