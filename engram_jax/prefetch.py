@@ -1,6 +1,7 @@
 """Rows of tables outside device memory, fetched while an earlier step runs."""
 
 import collections
+import copy
 import logging
 import os
 from collections.abc import Sequence
@@ -98,6 +99,11 @@ class EngramPrefetch:
         ):
             if number < least:
                 raise ValueError(f"{name} is {number}; it must be at least {least}")
+        if unique is False and hot_rows is not None:
+            raise ValueError(
+                "hot_rows needs unique: what a cache has is told apart by distinct "
+                "rows. Leave unique=False out, or hot_rows"
+            )
         if stack.sharding is not None and (
             unique or hot_rows is not None or early_copies
         ):
@@ -138,6 +144,8 @@ class EngramPrefetch:
     ) -> "PendingBatch":
         """Begin to fetch a batch's rows; does not wait.
 
+        Arguments are copied where they are not JAX arrays: they may be written over.
+
         Args:
             hashes: rows of each token [T, L, C], or what `EngramStack.batch` gave. On a
                 device they are waited for by a thread, and come when the device has
@@ -152,7 +160,9 @@ class EngramPrefetch:
 
         Raises:
             RuntimeError: `depth` batches wait to be taken, or this is closed.
-            ValueError: both hashes and tokens are given, or neither, or a slot cache.
+            TypeError: hashes are no integers.
+            ValueError: both hashes and tokens are given, or neither, or a slot cache,
+                or a batch that has its rows; or hashes have another shape.
         """
         if self._closed:
             raise RuntimeError("this EngramPrefetch is closed; make a new one")
@@ -171,12 +181,21 @@ class EngramPrefetch:
                 "a slot cache lives on the device: hash with EngramStack.batch, and "
                 "start with the batch that it gives"
             )
+        if isinstance(hashes, EngramBatch):
+            hashes, token_mask = hashes.hash_ids, hashes.token_mask
+            if hashes is None:
+                raise ValueError(
+                    "the batch has its rows already, and no hash_ids to fetch others "
+                    "by; give it to the step as it is"
+                )
+        hashes, token_mask = _own(hashes), _own(token_mask)
         progress = FillProgress(self._fetcher.pieces)
         future: futures.Future[Fetched] | Gathering | None = None
         if hashes is not None:
             future = self._fetcher.begin(progress, hashes, token_mask)
         if future is None:
             # One after the other: a cache must see batches in order.
+            tokens = {name: _own(values) for name, values in tokens.items()}
             future = self._thread.submit(
                 self._fetcher.fetch, progress, hashes, token_mask, tokens
             )
@@ -343,6 +362,11 @@ class PendingBatch:
             RuntimeError: an earlier batch was not taken, or this one was, already.
         """
         return self._prefetch._hand_over(self)
+
+
+def _own(values: Any) -> Any:
+    """Copy what the caller may write to while a thread reads it."""
+    return values if isinstance(values, jax.Array) else copy.deepcopy(values)
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import numpy as np
 from .config import QUANT_BLOCK
 from .host_hash import HostHash, narrow
 from .hot_rows import FetchCounters, HotRowCache, LayerFetch, RowBudget
-from .stack import EngramBatch, EngramStack
+from .stack import EngramStack
 from .staging import StagingBuffer, host_sharding
 
 _log = logging.getLogger(__name__)
@@ -102,6 +102,12 @@ class FillProgress:
             if not self._left[piece]:
                 self._filled[piece].set()
 
+    def give_up(self) -> None:
+        """Say that nothing more is filled: nobody shall wait."""
+        self.started.set()
+        for filled in self._filled:
+            filled.set()
+
     def wait(self, piece: int) -> None:
         """Wait until a piece is filled, or given up."""
         self._filled[piece].wait()
@@ -149,6 +155,7 @@ class RowFetcher:
         self._threads = threads
         self._gatherers = futures.ThreadPoolExecutor(threads, "engram-gather")
         self._free = _FreeBuffers()
+        self._counting = threading.Lock()
 
     def fetch(
         self,
@@ -161,7 +168,7 @@ class RowFetcher:
 
         Args:
             progress: told what is filled.
-            given: hashes, an `EngramBatch`, or None for `tokens`.
+            given: hashes, or None for `tokens`. They stay as they are.
             token_mask: with hashes.
             tokens: arguments of `EngramStack.batch`.
 
@@ -171,7 +178,7 @@ class RowFetcher:
         try:
             return self._fetch(progress, given, token_mask, tokens)
         finally:
-            progress.started.set()
+            progress.give_up()
 
     def begin(
         self, progress: FillProgress, given: Any, token_mask: Any
@@ -180,15 +187,13 @@ class RowFetcher:
 
         Args:
             progress: told what is filled.
-            given: hashes, or an `EngramBatch`.
+            given: hashes. They stay as they are.
             token_mask: with hashes.
 
         Returns:
             The batch to come; None where something has to be waited for or computed
             first (`fetch`).
         """
-        if isinstance(given, EngramBatch):
-            given, token_mask = given.hash_ids, given.token_mask
         on_host = not isinstance(given, jax.Array)
         if on_host:
             given = narrow(np.asarray(given))
@@ -203,10 +208,9 @@ class RowFetcher:
         buffer = self._free.take_ready(self._shapes(layers))
         if buffer is None:
             return None
-        for layer in layers.values():
-            self.counters.add(layer)
         jobs, _ = self._jobs(buffer, layers)
         tasks = self._submit(progress, buffer, jobs)
+        self._count(layers)
         return Gathering(Fetched(given, token_mask, buffer, layers), tasks)
 
     def give_back(self, buffer: StagingBuffer) -> None:
@@ -226,8 +230,6 @@ class RowFetcher:
             if self._hash is None:
                 self._hash = HostHash(self._hash_state)
             hashes, token_mask = self._hash(tokens)
-        elif isinstance(given, EngramBatch):
-            hashes, token_mask = np.asarray(given.hash_ids), given.token_mask
         else:
             hashes = np.asarray(given)
         self._check(hashes)
@@ -249,8 +251,13 @@ class RowFetcher:
         for index, layer in layers.items():
             rows = buffer.views(f"rows{index}.0")[0][1] if layer.cached else None
             admissions[index] = layer.admit(rows)
-            self.counters.add(layer)
+        self._count(layers)
         return Fetched(hashes, token_mask, buffer, layers, admissions)
+
+    def _count(self, layers: Mapping[int, LayerFetch]) -> None:
+        with self._counting:  # `begin` and `fetch` are of two threads
+            for layer in layers.values():
+                self.counters.add(layer)
 
     def _check(self, hashes) -> None:
         wanted = (len(self._tables), self._n_hash_cols)
@@ -337,14 +344,7 @@ class _FreeBuffers:
 
     def take(self, shapes) -> StagingBuffer:
         """Give a buffer that may be filled; waits for the step that still reads it."""
-        buffer = self._pop(shapes, lambda _: True)
-        try:
-            if buffer is not None:
-                buffer.wait_for_readers()
-        except jax.errors.JaxRuntimeError as error:
-            # Its memory is lost, and freed when nothing reads it any more.
-            _log.warning("A staging buffer could not be used again: %s", error)
-            buffer = None
+        buffer = _unless_lost(self._pop(shapes, lambda _: True))
         if buffer is None:
             buffer = StagingBuffer(shapes)
             buffer.wait_for_readers()
@@ -352,7 +352,7 @@ class _FreeBuffers:
 
     def take_ready(self, shapes) -> StagingBuffer | None:
         """Give a buffer that may be filled at once, if there is one."""
-        return self._pop(shapes, StagingBuffer.is_unread)
+        return _unless_lost(self._pop(shapes, StagingBuffer.is_unread))
 
     def put(self, buffer: StagingBuffer) -> None:
         if any(array.is_deleted() for array in buffer.arrays.values()):
@@ -380,6 +380,18 @@ class _FreeBuffers:
     def clear(self) -> None:
         with self._lock:
             self._buffers.clear()
+
+
+def _unless_lost(buffer: StagingBuffer | None) -> StagingBuffer | None:
+    """Wait for a buffer's readers; None where one of them failed."""
+    try:
+        if buffer is not None:
+            buffer.wait_for_readers()
+    except jax.errors.JaxRuntimeError as error:
+        # Its memory is lost, and freed when nothing reads it any more.
+        _log.warning("A staging buffer could not be used again: %s", error)
+        return None
+    return buffer
 
 
 def _key(arrays) -> tuple[Any, ...]:

@@ -1,0 +1,168 @@
+"""What `EngramPrefetch` does when its caller or its threads do not play along."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from prefetch_cases import random_batch, same, with_storage
+from small_stack import make_stack
+
+import engram_jax
+from engram_jax.host_storage import PinnedHostTable
+from engram_jax.hot_rows import FetchCounters
+from engram_jax.prefetch import EngramPrefetch
+from engram_jax.staging import StagingBuffer
+
+LAYERS, COLUMNS = 2, 6
+
+
+@pytest.fixture(scope="module")
+def stacks() -> dict[str, engram_jax.EngramStack]:
+    device = make_stack()
+    pinned = with_storage(
+        device, lambda layer_id, values, scales: PinnedHostTable(values, scales)
+    )
+    return {"device": device, "pinned_host": pinned}
+
+
+def random_hashes(tokens: int, seed: int) -> np.ndarray:
+    shape = tokens, LAYERS, COLUMNS
+    return np.random.default_rng(seed).integers(0, 850, shape).astype(np.int32)
+
+
+def rows_of(batch) -> list[np.ndarray]:
+    return [np.asarray(rows.packed()) for rows in batch.rows]
+
+
+@pytest.mark.parametrize("given", ["tokens", "hashes", "lists"])
+def test_arguments_may_be_written_over_at_once(stacks, given):
+    """A decode loop has one set of arrays, and fills it again after `start`."""
+    arguments = random_batch(300, seed=1)
+    if given == "hashes":
+        arguments = {"hashes": random_hashes(300, 1), "token_mask": np.ones(300, bool)}
+    if given == "lists":
+        arguments = {k: np.asarray(v).tolist() for k, v in arguments.items()}
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        wanted = rows_of(prefetch.start(**arguments).result())
+        gate = threading.Event()
+        # A slow thread: it gets to the batch when `start` has long returned.
+        prefetch._thread.submit(gate.wait)
+        prefetch._fetcher._gatherers.submit(gate.wait)
+        pending = prefetch.start(**arguments)
+        for values in arguments.values():
+            values[:] = values[:1] * len(values) if given == "lists" else 0
+        gate.set()
+        batch = pending.result()
+        for actual, expected in zip(rows_of(batch), wanted, strict=True):
+            same(actual, expected)
+        if given == "hashes":
+            assert np.asarray(batch.token_mask).all()
+
+
+def test_hashes_for_the_device_may_be_written_over(stacks):
+    hashes = random_hashes(4, 2)
+    wanted = hashes.copy()
+    with EngramPrefetch(stacks["device"], threads=1) as prefetch:
+        pending = prefetch.start(hashes)
+        hashes[:] = -1
+        same(pending.result().hash_ids, wanted)
+
+
+def test_a_batch_that_has_its_rows_is_refused(stacks):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        batch = prefetch.start(random_hashes(4, 0)).result()
+        with pytest.raises(ValueError, match="has its rows already"):
+            prefetch.start(batch)
+
+
+class WatchedCounters(FetchCounters):
+    """Counters that see two threads at once."""
+
+    busy = together = False
+
+    def add(self, layer):
+        self.together |= self.busy
+        self.busy = True
+        time.sleep(0.05)  # what a thread may be interrupted for
+        super().add(layer)
+        self.busy = False
+
+
+def test_two_threads_do_not_count_at_once(stacks):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        for seed in range(4):  # until a buffer of this shape is free
+            prefetch.start(random_hashes(9, seed)).result()
+        prefetch.start(**random_batch(30, 1)).result()
+        watched = prefetch._fetcher.counters = WatchedCounters()
+        first = prefetch.start(**random_batch(30, 1))  # by the thread
+        second = prefetch.start(random_hashes(9, 5))  # by this one
+        first.result()
+        second.result()
+        assert watched.batches == 2 * LAYERS
+        assert not watched.together
+
+
+def test_a_buffer_lost_with_its_step_is_replaced(stacks, monkeypatch, caplog):
+    """A step that failed surfaces as an error of the buffers that it read."""
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        for seed in range(4):
+            prefetch.start(random_hashes(9, seed)).result()
+        good, failed = StagingBuffer.wait_for_readers, []
+
+        def wait(buffer):
+            if not failed:
+                failed.append(buffer)
+                raise jax.errors.JaxRuntimeError("the step ran out of memory")
+            good(buffer)
+
+        monkeypatch.setattr(StagingBuffer, "wait_for_readers", wait)
+        wanted = random_hashes(9, 7)
+        batch = prefetch.start(wanted).result()
+        assert failed
+        assert batch.rows[0].rows[0] is not failed[0].arrays["rows0.0"]
+        assert "ran out of memory" in caplog.text
+        monkeypatch.undo()
+        again = prefetch.start(wanted).result()
+        for one, other in zip(rows_of(batch), rows_of(again), strict=True):
+            same(one, other)
+
+
+@pytest.mark.parametrize("early_copies", [0, 2])
+def test_threads_that_cannot_start_are_no_hang(stacks, monkeypatch, early_copies):
+    with EngramPrefetch(
+        stacks["pinned_host"], threads=1, early_copies=early_copies
+    ) as prefetch:
+
+        def refuse(*_):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(prefetch._fetcher._gatherers, "submit", refuse)
+        pending = prefetch.start(**random_batch(30, 1))
+        raised = []
+
+        def take():
+            try:
+                pending.result()
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        taker = threading.Thread(target=take, daemon=True)
+        taker.start()
+        taker.join(20)
+        if taker.is_alive():  # so that the test ends
+            for piece in range(early_copies):
+                pending._progress._filled[piece].set()
+            taker.join()
+            pytest.fail("result() waits for threads that never started")
+        assert raised == ["can't start new thread"]
+        monkeypatch.undo()
+        assert prefetch.start(**random_batch(30, 1)).result().rows is not None
+
+
+def test_a_cache_without_distinct_rows_is_refused(stacks):
+    with pytest.raises(ValueError, match="hot_rows needs unique"):
+        EngramPrefetch(stacks["pinned_host"], hot_rows=10**5, unique=False)
