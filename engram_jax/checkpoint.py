@@ -27,6 +27,7 @@ from .embedding import ParallelEngramEmbedding
 from .hash_state import NgramHashState
 from .host_memory import HostMemoryOptions
 from .host_storage import MappedFileTable, PinnedHostTable, available_host_memory
+from .host_table import HostTable
 from .kernels import Backend
 from .layer import Engram
 from .layout import EngramLayout
@@ -76,8 +77,9 @@ def load_engram(
       tokenizer: What `build_compressed_token_map` takes, or a token map (integers
         [V]); None takes ``tokenizer.json`` in the directory.
       placement: Where the tables live. ``"device"``: in device memory.
-        ``"pinned_host"``: in page-locked host memory. ``"shared_host"``: in shared
-        memory, one copy for all processes of the node (`SharedHostTable`).
+        ``"pinned_host"``: in page-locked host memory. ``"host"``: in this process's
+        own memory, in huge pages where there are any (`HostTable`). ``"shared_host"``:
+        in shared memory, one copy for all processes of the node (`SharedHostTable`).
         ``"mapped_file"``: in the checkpoint's files, which must stay as they are;
         takes no memory. Several, in order of preference, take the first that fits
         (`memory_plan`), on a mesh the same in all processes.
@@ -86,9 +88,9 @@ def load_engram(
         devices own.
       backend: Form of every operation: None chooses, or ``"pallas"``, ``"xla"``,
         ``"pallas_interpret"``.
-      host_memory: Huge pages and the like for ``"shared_host"``, none of which changes
-        a result; None takes `HostMemoryOptions()`. What came of them is in the log and
-        in the tables' `report`.
+      host_memory: Huge pages and the like for ``"host"`` and ``"shared_host"``, none of
+        which changes a result; None takes `HostMemoryOptions()`. What came of them is
+        in the log and in the tables' `report`.
 
     Returns:
       The stack, ready to call.
@@ -153,6 +155,7 @@ def _load(
     # Tables that every process reads whole.
     storages: dict[str, Any] = {
         "mapped_file": MappedFileTable,
+        "host": functools.partial(HostTable, options=host_memory),
         "shared_host": functools.partial(SharedHostTable, options=host_memory),
     }
     storage = storages.get(placement)
@@ -170,6 +173,12 @@ def _load(
             for index, layer_id in enumerate(files.layers)
         }
     _log.info("Loaded %s: tables in placement %r.", files.directory, placement)
+    if placement == "host" and jax.process_count() > 1:
+        _log.info(
+            "Each of the %d processes has the tables for itself; with "
+            'placement="shared_host" those of one node would have one copy.',
+            jax.process_count(),
+        )
     return EngramStack(files.config, hash_state, layers)
 
 

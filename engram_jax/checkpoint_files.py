@@ -17,7 +17,7 @@ SINGLE_NAME = "model.safetensors"
 SIDE_FILE_NAME = "engram.json"
 """File that pins the token map: ``{"token_map_sha256": "..."}``."""
 
-Placement = Literal["device", "pinned_host", "shared_host", "mapped_file"]
+Placement = Literal["device", "pinned_host", "host", "shared_host", "mapped_file"]
 
 _NAME = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d+)\.engram\.(?P<part>.*)")
 _MOST_PROBLEMS_SHOWN = 8
@@ -321,8 +321,9 @@ def placement_bytes(config: EngramConfig, placement: Placement) -> dict[str, int
       placement: Where the tables shall live.
 
     Returns:
-      Bytes on the device (``"device"``) and in host memory beyond it (``"host"``). A
-      mapped file needs none; the kernel's page cache takes what is free.
+      Bytes on the device (``"device"``) and in host memory beyond it (``"host"``): of
+      each process, or of the node for ``"shared_host"``. A mapped file needs none; the
+      kernel's page cache takes what is free.
 
     Example:
       >>> from pathlib import Path
@@ -343,7 +344,7 @@ def placement_bytes(config: EngramConfig, placement: Placement) -> dict[str, int
             else:
                 rest += nbytes
     on_device = placement == "device"
-    in_host = placement in ("pinned_host", "shared_host")
+    in_host = placement in ("pinned_host", "host", "shared_host")
     return {
         "device": rest + (tables if on_device else 0),
         "host": tables if in_host else 0,

@@ -79,6 +79,7 @@ class MemoryPlan:
       process: Bytes of host memory that each process takes for itself.
       node: Bytes of host memory on the node, all processes together.
       problems: One sentence, with figures, for each thing that does not fit.
+      notes: Likewise, for what fits and could take less.
     """
 
     placement: Placement
@@ -86,6 +87,7 @@ class MemoryPlan:
     process: int
     node: int
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def plan_memory(
@@ -157,7 +159,7 @@ def plan_memory(
             f'placement="{placement}" takes {gigabytes(process)} of pinned memory, but '
             f"JAX's pool is limited to {room.pinned >> 30} GiB. Set "
             f"{PINNED_POOL_VARIABLE} before JAX starts, or use "
-            'placement="shared_host" with EngramPrefetch, which needs no such memory.'
+            'placement="host" with EngramPrefetch, which needs no such memory.'
         )
     compare(
         processes * process + missing,
@@ -165,7 +167,15 @@ def plan_memory(
         "host memory",
         f"are available (limit: {room.host_limit})",
     )
-    return MemoryPlan(placement, on_device, process, node, tuple(problems))
+    notes = []
+    if placement == "host" and processes > 1:
+        notes.append(
+            f'placement="shared_host" would take {gigabytes(node - process)} less: one '
+            f"copy of the tables for the node's {processes} processes."
+        )
+    return MemoryPlan(
+        placement, on_device, process, node, tuple(problems), tuple(notes)
+    )
 
 
 def choose_placement(
@@ -190,7 +200,12 @@ def choose_placement(
     for plan, fit in zip(plans, fits, strict=True):
         if fit:
             return plan
-    problems = [problem for plan in plans for problem in plan.problems]
+    problems = [
+        sentence
+        for plan in plans
+        if plan.problems
+        for sentence in (*plan.problems, *plan.notes)
+    ]
     if not problems:
         problems = ["The tables do not fit in another process of this job."]
     if all(plan.placement != "mapped_file" for plan in plans):

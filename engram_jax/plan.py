@@ -287,9 +287,12 @@ def make_plan(
             )
     on_device = weights + (shard if placement == "device" else 0)
     per_node = devices_per_process * processes_per_node
-    own = shard if placement == "pinned_host" else 0
-    # Shared memory has the whole tables once on every node.
-    shared = sum(config.num_embeddings) * row if placement == "shared_host" else 0
+    own = shard * devices_per_process if placement == "pinned_host" else 0
+    # Whole tables: one of every process, or in shared memory one of every node.
+    whole = sum(config.num_embeddings) * row
+    if placement == "host":
+        own = whole
+    shared = whole if placement == "shared_host" else 0
     return Plan(
         devices=tp * dp,
         cut=sharding.shards.cut,
@@ -302,8 +305,8 @@ def make_plan(
             "node": on_device * per_node,
         },
         host_bytes={
-            "process": own * devices_per_process,
-            "node": own * per_node + shared,
+            "process": own,
+            "node": own * processes_per_node + shared,
         },
         choices=tuple(forms),
         reasons=reasons,

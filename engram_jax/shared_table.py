@@ -1,54 +1,48 @@
 """One copy of a table for all processes of a node, in shared memory."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Array, Int32, UInt8
 
 from .config import QUANT_BLOCK
 from .host_memory import HostMapping, HostMemoryOptions, HostMemoryReport
-from .host_storage import check_table, take_rows
+from .host_storage import check_table
+from .host_table import RecordTable, check_host_room, file_states, fill_records
 from .memory_plan import (
     SHARED_DIRECTORY_VARIABLE,
     gigabytes,
-    host_room,
     shared_directory,
     shared_room,
 )
-from .safetensors_file import TensorInfo, read_rows
+from .safetensors_file import TensorInfo
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "engram_jax-"
 _FORMAT = 1
 _HEADER_BYTES = 4096
-_CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
 
 
-class SharedHostTable:
+class SharedHostTable(RecordTable):
     """Read rows from shared memory, of which a node's processes have one copy.
 
     The first process to come fills it from the checkpoint, others wait until it is
-    whole. A row's values and scales lie side by side, 264 bytes for D = 256, so that a
-    row costs one miss of the caches instead of two. The memory is given back when the
-    last process closes its table or ends, however it ends: what a killed process
-    leaves is found, and removed or used, by the next one that loads any table.
+    whole. The memory is given back when the last process closes its table or ends,
+    however it ends: what a killed process leaves is found, and removed or used, by the
+    next one that loads any table.
 
     Works on machines without an accelerator, too. Two programs that load the same
     files share one copy.
@@ -81,42 +75,39 @@ class SharedHostTable:
         directory: str | os.PathLike[str] | None = None,
         show_progress: bool | None = None,
     ) -> None:
-        self.num_rows, self.head_dim = check_table(
-            (weight.dtype, weight.shape), (scale.dtype, scale.shape)
-        )
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
+        parts = (weight, scale)
+        rows, head_dim = check_table(*((x.dtype, x.shape) for x in parts))
+        width = head_dim + head_dim // QUANT_BLOCK
         folder = shared_directory() if directory is None else Path(directory)
         if not folder.is_dir():
             raise ValueError(
                 f"{folder} is no directory; a table in shared memory needs one that "
                 f"lies in memory. Name one in {SHARED_DIRECTORY_VARIABLE}, or use "
-                'placement="mapped_file".'
+                'placement="host" or "mapped_file".'
             )
-        header = _header(weight, scale)
-        path = _table_path(folder, header)
-        size = _HEADER_BYTES + self.num_rows * width
+        states = file_states(*parts)
+        path = _table_path(folder, states)
+        size = _HEADER_BYTES + rows * width
         options = HostMemoryOptions() if options is None else options
         remove_unused_tables(folder, but=path)
         with _locked(path):
-            descriptor = _open_whole(path, header, size)
+            descriptor = _open_whole(path, _header(states), size)
             self.filled = descriptor is None
-            report = None
+            filled = None
             if descriptor is None:
                 _check_room(folder, size)
-                show = sys.stderr.isatty() if show_progress is None else show_progress
-                with _progress(f"{weight.name} to {folder}", size, show) as advance:
-                    descriptor, report = _create(
-                        path, header, size, (weight, scale), options, advance
-                    )
+                descriptor, filled = _create(
+                    path, size, parts, states, options, show_progress
+                )
             # Kept for life: the last one to let go of it removes the table.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         mapping = HostMapping(descriptor, size, options, writable=False)
-        self.report: HostMemoryReport = mapping.report
-        if report is not None:
-            self.report.huge_pages = report.huge_pages
-            self.report.interleave = report.interleave
+        mapping.settle()
+        if filled is not None:
+            mapping.report.huge_pages = filled.huge_pages
+            mapping.report.interleave = filled.interleave
         flat = np.frombuffer(mapping.buffer, np.uint8, offset=_HEADER_BYTES)
-        self._records = flat.reshape(self.num_rows, width)
+        super().__init__(flat.reshape(rows, width), mapping.report)
         self._release = weakref.finalize(self, _close, path, descriptor, os.getpid())
         _log.info(
             "%s in shared memory: %s, %s (%s)",
@@ -126,58 +117,13 @@ class SharedHostTable:
             self.report,
         )
 
-    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
-        """Read rows as stored: D value bytes, then D/32 scale bytes.
-
-        Inside jit this is a call back to the host, which runs when the ids are there.
-        No gradient flows: the table is constant.
-
-        Args:
-          ids: Rows, of any shape; an id outside the table reads as zeros.
-
-        Returns:
-          uint8 [..., D + D/32].
-        """
-        result = jax.ShapeDtypeStruct((*ids.shape, self._records.shape[1]), jnp.uint8)
-        return jax.pure_callback(self.gather, result, ids, vmap_method="expand_dims")
-
-    def gather(self, ids: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """Read rows on the host: `lookup_packed` for NumPy."""
-        ids = np.asarray(ids)
-        out = np.empty((ids.size, self._records.shape[1]), np.uint8)
-        self.read_into(ids.reshape(-1), out)
-        return out.reshape(*ids.shape, out.shape[1])
-
-    def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
-        """Read rows on the host into memory that is there; threads may do so at once.
-
-        Args:
-          ids: Rows [n]; an id outside the table reads as zeros.
-          out: [n, D + D/32], to be written.
-
-        Raises:
-          ValueError: The table was closed.
-        """
-        if not self._release.alive:
-            raise ValueError("this table in shared memory was closed; load it again")
-        take_rows([self._records], ids, out)
-
-    def stored_rows(
-        self, part: Literal["weight", "scale"], start: int, stop: int
-    ) -> npt.NDArray[np.uint8]:
-        """Return the bytes of consecutive rows of the values or the scales."""
-        rows = self._records[start:stop]
-        return (
-            rows[:, : self.head_dim] if part == "weight" else rows[:, self.head_dim :]
-        )
-
     def close(self) -> None:
         """Let go of the memory; the last process that does so gives it back.
 
         Also done when the table is forgotten, and when the process ends.
         """
         self._release()
-        self._records = np.empty((0, self._records.shape[1]), np.uint8)
+        super().close()
 
 
 def shared_bytes(
@@ -186,7 +132,7 @@ def shared_bytes(
     """Count the bytes of a table that is in shared memory already; 0 if it is not."""
     folder = shared_directory() if directory is None else directory
     try:
-        return _table_path(folder, _header(weight, scale)).stat().st_size
+        return _table_path(folder, file_states(weight, scale)).stat().st_size
     except OSError:
         return 0
 
@@ -224,26 +170,12 @@ def remove_unused_tables(directory: Path, but: Path | None = None) -> list[Path]
     return removed
 
 
-def _header(weight: TensorInfo, scale: TensorInfo) -> bytes:
-    """Say what a table holds: whatever differs makes another table."""
-    parts = []
-    for info in (weight, scale):
-        status = info.path.stat()
-        parts.append(
-            {
-                "device": status.st_dev,
-                "inode": status.st_ino,
-                "size": status.st_size,
-                "changed": status.st_mtime_ns,
-                "start": info.start,
-                "shape": info.shape,
-            }
-        )
-    return json.dumps({"format": _FORMAT, "parts": parts}).encode()
+def _header(states: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"format": _FORMAT, "parts": states}).encode()
 
 
-def _table_path(folder: Path, header: bytes) -> Path:
-    digest = hashlib.sha256(header).hexdigest()[:24]
+def _table_path(folder: Path, states: list[dict[str, Any]]) -> Path:
+    digest = hashlib.sha256(_header(states)).hexdigest()[:24]
     return folder / f"{_PREFIX}{os.getuid()}-{digest}.table"
 
 
@@ -306,42 +238,36 @@ def _open_whole(path: Path, header: bytes, size: int) -> int | None:
 
 
 def _check_room(folder: Path, size: int) -> None:
-    room, host, limit = shared_room(folder), *host_room()
+    room = shared_room(folder)
     if size > room:
         raise MemoryError(
             f"A table takes {gigabytes(size)} of shared memory, but {gigabytes(room)} "
             f"are free in {folder}. Enlarge it (mount -o remount,size=..; docker run "
             f"--shm-size), name another directory in {SHARED_DIRECTORY_VARIABLE}, or "
-            'use placement="mapped_file".'
+            'use placement="host" (each process its own) or "mapped_file".'
         )
-    if size > host:
-        raise MemoryError(
-            f"A table takes {gigabytes(size)} of host memory, but {gigabytes(host)} "
-            f'are available (limit: {limit}). placement="mapped_file" takes none.'
-        )
+    check_host_room(size)
 
 
 def _create(
     path: Path,
-    header: bytes,
     size: int,
     parts: tuple[TensorInfo, TensorInfo],
+    states: list[dict[str, Any]],
     options: HostMemoryOptions,
-    advance: Callable[[int], None],
+    show_progress: bool | None,
 ) -> tuple[int, HostMemoryReport]:
     """Fill a table and name it when it is whole; call it with the lock held."""
     # Without a name until then: the kernel frees it if this process dies.
     writer, partial = _unnamed(path)
     try:
         os.ftruncate(writer, size)
-        mapping = HostMapping(writer, size, options, writable=True)
-        _fill(mapping, parts, advance)
-        if _header(*parts) != header:
-            raise ValueError(
-                f"{parts[0].path} or {parts[1].path} changed while it was read; load "
-                "the checkpoint again"
-            )
-        os.pwrite(writer, header, 0)
+        # Its readers lock it.
+        mapping = HostMapping(writer, size, dataclasses.replace(options, lock=False))
+        what = f"{parts[0].name} to {path.parent}"
+        fill_records(mapping, _HEADER_BYTES, parts, states, what, show_progress)
+        mapping.settle()
+        os.pwrite(writer, _header(states), 0)
         os.fchmod(writer, 0o400)
         if partial is None:
             # The directory only makes Python follow the link; the path is absolute.
@@ -366,47 +292,6 @@ def _unnamed(path: Path) -> tuple[int, Path | None]:
         partial = path.with_suffix(f".partial{os.getpid()}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(partial, flags, 0o600), partial
-
-
-def _fill(
-    mapping: HostMapping,
-    parts: tuple[TensorInfo, TensorInfo],
-    advance: Callable[[int], None],
-) -> None:
-    rows, (head_dim, groups) = parts[0].shape[0], (p.shape[1] for p in parts)
-    width = head_dim + groups
-    flat = np.frombuffer(mapping.buffer, np.uint8, offset=_HEADER_BYTES)
-    records = flat.reshape(rows, width)
-    step = max(1, _CHUNK_BYTES // width)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        # First, so that memory running out is an error and no signal.
-        mapping.populate(_HEADER_BYTES + start * width, (stop - start) * width)
-        some = records[start:stop]
-        some[:, :head_dim] = read_rows(parts[0], start, stop).view(np.uint8)
-        some[:, head_dim:] = read_rows(parts[1], start, stop).view(np.uint8)
-        advance((stop - start) * width)
-
-
-@contextlib.contextmanager
-def _progress(what: str, size: int, show: bool) -> Iterator[Callable[[int], None]]:
-    if not show:
-        yield lambda _: None
-        return
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    from rich.console import Console
-
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda count: bar.advance(task, count)
 
 
 def _last(descriptor: int) -> bool:

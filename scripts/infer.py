@@ -50,7 +50,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--placement",
-        choices=("device", "pinned_host", "shared_host", "mapped_file"),
+        choices=("device", "pinned_host", "host", "shared_host", "mapped_file"),
         help="where the tables live; none: on the device if they fit, else in the file",
     )
     add("--max-tokens", type=int, default=1024, help="of the text, from its start")

@@ -228,7 +228,7 @@ def test_shard_without_engram_tensors_may_be_missing(tiny):
     open_checkpoint(tiny)
 
 
-@pytest.mark.parametrize("placement", ["device", "pinned_host"])
+@pytest.mark.parametrize("placement", ["device", "pinned_host", "host"])
 def test_tables_that_do_not_fit_are_refused_with_figures(
     v41_token_map, monkeypatch, placement
 ):
@@ -284,7 +284,8 @@ def test_mapped_file_needs_no_room_for_the_tables():
     rest = placement_bytes(config, "mapped_file")["device"]
     assert placement_bytes(config, "mapped_file")["host"] == 0
     assert placement_bytes(config, "device") == {"device": rest + tables, "host": 0}
-    assert placement_bytes(config, "pinned_host") == {"device": rest, "host": tables}
+    for name in ("pinned_host", "host", "shared_host"):
+        assert placement_bytes(config, name) == {"device": rest, "host": tables}
 
 
 MEASURE = """

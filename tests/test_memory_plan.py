@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from golden_checkpoint import TINY
 
 from engram_jax import EngramConfig, checkpoint, load_engram, memory_plan
-from engram_jax.checkpoint_files import placement_bytes
+from engram_jax.checkpoint_files import Placement, placement_bytes
 from engram_jax.host_storage import MappedFileTable
 from engram_jax.memory_plan import (
     MemoryPlan,
@@ -43,12 +44,13 @@ def plan(placement, processes=1, **changes) -> MemoryPlan:
 def test_bytes_per_process_and_per_node():
     taken = {
         name: (p.device - REST, p.process, p.node)
-        for name in ("device", "pinned_host", "shared_host", "mapped_file")
+        for name in get_args(Placement)
         for p in [plan(name, processes=4)]
     }
     assert taken == {
         "device": (TABLES, 0, 0),
         "pinned_host": (0, TABLES, 4 * TABLES),
+        "host": (0, TABLES, 4 * TABLES),
         "shared_host": (0, 0, TABLES),
         "mapped_file": (0, 0, 0),
     }
@@ -65,6 +67,8 @@ def test_bytes_per_process_and_per_node():
             {"device": REST + TABLES - 1},
             "device memory, but 0.001 GB are available",
         ),
+        ("host", {"host": TABLES - 1}, "limit: the machine"),
+        ("host", {"processes": 11}, "takes 0.005 GB of host memory, but 0.004 GB"),
         ("pinned_host", {"host": TABLES - 1}, "limit: the machine"),
         ("pinned_host", {"processes": 11}, "host memory"),
         ("pinned_host", {"pinned": TABLES - 1}, "Set XLA_PJRT_GPU_HOST_MEMORY"),
@@ -79,6 +83,21 @@ def test_refusals_have_figures(placement, changes, message):
     assert len(found.problems) == 1
     assert message in found.problems[0]
     assert not plan("mapped_file", **changes).problems
+
+
+def test_plan_says_what_one_copy_would_save():
+    assert not plan("host").notes
+    assert not plan("shared_host", processes=3).notes
+    wanted = 'placement="shared_host" would take 0.001 GB less: one copy of the tables'
+    assert plan("host", processes=3).notes == (f"{wanted} for the node's 3 processes.",)
+    with pytest.raises(MemoryError, match=r"0\.004 GB less: one .* 11 processes"):
+        choose_placement([plan("host", processes=11)])
+
+
+def test_own_memory_needs_no_shared_memory():
+    """Pitfall: a container's /dev/shm has 64 MB."""
+    plans = [plan(name, shared=64) for name in ("shared_host", "host", "mapped_file")]
+    assert choose_placement(plans).placement == "host"
 
 
 def test_a_table_that_is_shared_already_needs_no_room():

@@ -155,6 +155,7 @@ def test_placements_take_what_they_say(config):
     assert taken("device") == (size, {"process": 0, "node": 0})
     assert taken("pinned_host") == (0, {"process": 2 * size, "node": 8 * size})
     whole = sum(config.num_embeddings) * (config.head_dim + config.head_dim // 32)
+    assert taken("host") == (0, {"process": whole, "node": 4 * whole})
     assert taken("shared_host") == (0, {"process": 0, "node": whole})
     assert taken("mapped_file") == (0, {"process": 0, "node": 0})
 

@@ -19,25 +19,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden_checkpoint import TINY, golden_batch
+from record_cases import (
+    IDS,
+    ROWS,
+    WIDTH,
+    end,
+    expected,
+    line_of,
+    start_filling,
+    write_table,
+)
 
-from engram_jax import EngramPrefetch, host_memory, load_engram, shared_table
+from engram_jax import (
+    EngramPrefetch,
+    host_memory,
+    host_table,
+    load_engram,
+    shared_table,
+)
 from engram_jax.embedding import RowStorage
 from engram_jax.host_memory import HostMemoryOptions
 from engram_jax.safetensors_file import SafetensorsWriter, read_header
 from engram_jax.shared_table import SharedHostTable, remove_unused_tables
-
-ROWS, WIDTH = 3000, 64
-
-
-def write_table(path: Path, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    values = rng.integers(0, 256, (ROWS, WIDTH), np.uint8)
-    scales = rng.integers(0, 256, (ROWS, WIDTH // 32), np.uint8)
-    tensors = {"scale": ("F8_E8M0", scales.shape), "weight": ("F8_E4M3", values.shape)}
-    with SafetensorsWriter(path, tensors) as writer:
-        writer.write("weight", values)
-        writer.write("scale", scales)
-    return values, scales
 
 
 @pytest.fixture
@@ -60,57 +63,8 @@ def open_table(source: Path, **options) -> SharedHostTable:
     return SharedHostTable(infos["weight"], infos["scale"], **options)
 
 
-def expected(source: Path, ids) -> np.ndarray:
-    values, scales = write_table(source.with_name("again.safetensors"))
-    ids = np.asarray(ids)
-    inside = (ids >= 0) & (ids < ROWS)
-    rows = np.concatenate([values, scales], 1)[np.where(inside, ids, 0)]
-    return np.where(inside[..., None], rows, 0)
-
-
-IDS = np.array([[0, ROWS - 1, -1], [ROWS, 7, 7]], np.int32)
-
-# Fills a table slowly: argv is the source; prints "half" when half of it is there.
-SLOW = """
-import sys, time
-from engram_jax import shared_table
-from engram_jax.safetensors_file import read_header
-infos = read_header(sys.argv[1])
-real, calls = shared_table.read_rows, []
-def slowly(info, start, stop):
-    calls.append(info)
-    if len(calls) == 8:
-        print("half", flush=True)
-        time.sleep(float(sys.argv[2]))
-    return real(info, start, stop)
-shared_table.read_rows = slowly
-shared_table._CHUNK_BYTES = 400 * 66
-table = shared_table.SharedHostTable(infos["weight"], infos["scale"])
-print("filled" if table.filled else "shared", flush=True)
-sys.stdin.readline()
-"""
-
-
 def start_process(source: Path, pause: float = 60) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(pause)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def end(process: subprocess.Popen[str], by: int | None = None) -> str:
-    if by is not None:
-        process.send_signal(by)
-    _, errors = process.communicate("\n", timeout=60)
-    return errors
+    return start_filling("SharedHostTable", source, pause)
 
 
 # --- Rows -----------------------------------------------------------------------------
@@ -281,7 +235,7 @@ def test_writer_killed_midway_leaves_nothing_that_looks_like_a_table(source, fol
 
 
 def test_interrupt_while_loading_leaves_nothing(source, folder):
-    process = start_process(source)
+    process = start_process(source, pause=1)  # pieces that were begun are waited for
     assert line_of(process) == "half"
     assert "KeyboardInterrupt" in end(process, signal.SIGINT)
     assert not list(folder.iterdir())
@@ -341,13 +295,13 @@ def test_other_files_make_another_table(source, folder):
 
 
 def test_source_that_changes_while_it_is_read_is_refused(source, folder, monkeypatch):
-    real = shared_table.read_rows
+    real = host_table.read_rows
 
     def read_and_touch(info, start, stop):
         os.utime(info.path)
         return real(info, start, stop)
 
-    monkeypatch.setattr(shared_table, "read_rows", read_and_touch)
+    monkeypatch.setattr(host_table, "read_rows", read_and_touch)
     with pytest.raises(ValueError, match="changed while it was read"):
         open_table(source)
     assert not list(folder.iterdir())
@@ -358,7 +312,7 @@ def test_file_systems_without_unnamed_files(source, folder, monkeypatch):
     table = open_table(source)
     np.testing.assert_array_equal(table.gather(IDS), expected(source, IDS))
     table.close()
-    monkeypatch.setattr(shared_table, "read_rows", None)
+    monkeypatch.setattr(host_table, "read_rows", None)
     with pytest.raises(TypeError):
         open_table(source)
     assert not list(folder.iterdir())
@@ -377,7 +331,7 @@ def test_too_little_shared_memory_is_told_with_figures(source, folder, monkeypat
     with pytest.raises(MemoryError, match=r"0\.000 GB are free in .*--shm-size"):
         open_table(source)
     monkeypatch.undo()
-    monkeypatch.setattr(shared_table, "host_room", lambda: (5, "control group x"))
+    monkeypatch.setattr(host_table, "host_room", lambda: (5, "control group x"))
     with pytest.raises(MemoryError, match=r"limit: control group x"):
         open_table(source, directory=folder)
     assert not list(folder.iterdir())
@@ -438,6 +392,9 @@ def test_options_are_reported(source, folder):
 class RefusingLibrary:
     """The C library of a process without permissions."""
 
+    def madvise(self, *_):
+        return 0
+
     def mlock(self, *_):
         ctypes.set_errno(errno.EPERM)
         return -1
@@ -452,13 +409,9 @@ def test_no_permission_is_reported_not_fatal(source, folder, monkeypatch):
     nodes = folder.parent / "online"
     nodes.write_text("0-1,3\n")
     monkeypatch.setattr(host_memory, "_NODES", nodes)
-    huge = folder.parent / "shmem_enabled"
-    huge.write_text("always [never] deny\n")
-    monkeypatch.setattr(host_memory, "_SHARED_HUGE_PAGES", huge)
     table = open_table(source, options=HostMemoryOptions(lock=True))
     assert "not permitted" in table.report.lock
     assert "not permitted" in table.report.interleave
-    assert "is never" in table.report.huge_pages
     np.testing.assert_array_equal(table.gather(IDS), expected(source, IDS))
     table.close()
 
