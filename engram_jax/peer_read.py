@@ -113,6 +113,7 @@ def record_addresses(
 
     Raises:
       RuntimeError: A process cannot open another's memory; all processes raise it.
+      ValueError: The table is not cut over the devices as the sharding says.
     """
     mesh, shards = sharding.mesh, sharding.shards
     place = sharding.named(sharding.by_device)
@@ -120,6 +121,15 @@ def record_addresses(
     if isinstance(weight, jax.ShapeDtypeStruct):
         struct: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=place)
         return struct
+    cut = sharding.named(sharding.table)
+    for name, part in (("weight", weight), ("scale", scale)):
+        lies, wanted = (x.devices_indices_map(part.shape) for x in (part.sharding, cut))
+        if lies != wanted:
+            raise ValueError(
+                f"the {name} of layer index {layer} lies as {part.sharding}; to be "
+                f"read by peers it must be cut as {cut}: EngramSharding.place_table, "
+                "or jax.device_put, does that"
+            )
     jax.block_until_ready((weight, scale))  # before a peer reads it
     rows = np.stack([shards.row_start[layer], shards.row_end[layer]], axis=1)
     records = {}
@@ -154,7 +164,8 @@ def check_addresses(layer: int, weight: Array, scale: Array, recorded: Array) ->
     moved = [
         device
         for device, entry in entries.items()
-        if entry[:4].copy().view("<u8").tolist() != now[device]
+        # A table of other devices has no part on this one.
+        if entry[:4].copy().view("<u8").tolist() != now.get(device)
     ]
     if moved:
         raise ValueError(
@@ -174,7 +185,7 @@ def _own_addresses(weight: Array, scale: Array) -> dict[Any, list[int]]:
         }
         for x in (weight, scale)
     )
-    return {device: [at, of_scale[device]] for device, at in of_weight.items()}
+    return {device: [at, of_scale.get(device, 0)] for device, at in of_weight.items()}
 
 
 def _groups(sharding: "EngramSharding") -> npt.NDArray[Any]:

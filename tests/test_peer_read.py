@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hlo_collectives import counts
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from mesh_cases import (
     abstract_mesh,
     column_ids,
@@ -408,6 +408,27 @@ def test_a_replaced_table_is_refused_until_it_is_recorded(peers, tables, part):
     columns = slice(0, WIDTH) if part == "weight" else slice(WIDTH, None)
     wanted[:, 1][np.asarray(ids[:, 1]) >= 0, columns] ^= 1
     np.testing.assert_array_equal(fetch_rows(sharding, parts, ids), wanted)
+
+
+def test_a_table_put_on_other_devices_is_refused(peers, tables):
+    """Restored without its sharding: all of it on one device."""
+    sharding = EngramSharding.on(mesh(1, 2), LAYOUT, exchange="peer_read")
+    table = tables[0].shard(sharding, 0)
+    known = np.asarray(table.weight[...])
+    for place in (jax.devices()[5], sharding.named(PartitionSpec())):
+        table.weight.set_value(jax.device_put(known, place))
+        with pytest.raises(ValueError, match="on 2 of 2 devices"):
+            table.check_addresses()
+        # Its addresses would be those of other rows.
+        with pytest.raises(ValueError, match="layer index 0 lies as"):
+            table.record_addresses()
+    place = sharding.named(sharding.table)
+    table.weight.set_value(jax.device_put(known, place))
+    table.record_addresses()
+    ids = column_ids(LAYOUT, 4)
+    np.testing.assert_array_equal(
+        table.lookup_packed(ids[:, 0]), packed_rows(tables, ids)[:, 0]
+    )
 
 
 def test_a_restored_state_is_refused(peers, tables):
