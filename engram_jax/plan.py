@@ -344,7 +344,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--row-format", default="packed", choices=get_args(RowFormat))
     add("--ids-exchange", choices=get_args(IdsExchange))
     add("--sequence-parallel", action="store_true")
-    add("--whole-projection", action="store_true", help="wkv whole on every device")
+    add("--cut-projection", action="store_true", help="wkv cut over the tensor axis")
     add("--json", action="store_true", help="for programs")
 
 
@@ -377,7 +377,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             row_format=options.row_format,
             ids_exchange=options.ids_exchange,
             sequence_parallel=options.sequence_parallel,
-            shard_projection=False if options.whole_projection else None,
+            shard_projection=options.cut_projection or None,
         )
     except (OSError, TypeError, ValueError) as error:
         return f"error: {error}", 1
@@ -412,6 +412,7 @@ def _lines(plan: Plan, tokens: int) -> list[str]:
     chosen = next(choice for choice in plan.choices if choice.chosen)
     lines += ["", f"Chosen (->): {plan.reasons['exchange']}."]
     lines.append(f"peer_read: {plan.reasons['peer_read']}.")
+    lines.append(f"projection: {plan.reasons['shard_projection']}.")
     for move in chosen.transfers:
         times = "" if move.times == 1 else f", {move.times} times"
         lines.append(

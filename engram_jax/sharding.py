@@ -29,6 +29,7 @@ from .shards import (
     choose_exchange,
     choose_ids_exchange,
     choose_peer_read,
+    choose_projection,
 )
 
 _LOGGER = logging.getLogger("engram_jax")
@@ -118,8 +119,11 @@ class EngramSharding(DeviceMesh):
           ids_exchange: "all_gather" or "all_to_all" (columns of ids to their shard).
           sequence_parallel: Whether tokens lie over the tensor axis too.
           shard_projection: Whether `wkv` is cut by output columns over the tensor
-            axis; None does so without sequence parallelism, where each rank's own
-            tokens are a smaller share of work already.
+            axis. None leaves it whole on every device, N * C * D bytes a layer (157 MB
+            at V4.1's sizes, and twice that for `expand_projections`): keys and values
+            that would have to be gathered are more bytes than the rows. True takes
+            that much less memory, and less time for prefills of thousands of tokens
+            where tokens are not cut over the tensor axis.
 
         Returns:
           The sharding.
@@ -166,8 +170,7 @@ class EngramSharding(DeviceMesh):
                 f"row_format is {row_format!r}; it must be 'packed' (the stored bytes) "
                 "or 'bfloat16'"
             )
-        if shard_projection is None:
-            shard_projection = not sequence_parallel
+        cut_wkv, why_wkv = choose_projection(shard_projection, bool(tensor))
         text = "tables cut by %s (%s), rows come by %s (%s); by peer_read %s (%s)"
         when = f"up to {up_to} tokens of a device" if up_to else "never"
         if exchange == "peer_read":
@@ -185,12 +188,13 @@ class EngramSharding(DeviceMesh):
             row_format=row_format,
             ids_exchange=ids_exchange,
             sequence_parallel=sequence_parallel and bool(tensor),
-            shard_projection=shard_projection and bool(tensor),
+            shard_projection=cut_wkv,
             reasons=(
                 ("cut", shards.reason),
                 ("exchange", why),
                 ("peer_read", why_peers),
                 ("ids_exchange", why_ids),
+                ("shard_projection", why_wkv),
             ),
         )
 

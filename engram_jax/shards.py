@@ -253,6 +253,27 @@ def choose_peer_read(
     )
 
 
+def choose_projection(cut: bool | None, tensor: bool) -> tuple[bool, str]:
+    """Choose whether the projection is cut over the tensor axis.
+
+    Args:
+      cut: What the user asks for; None chooses.
+      tensor: Whether there is such an axis.
+
+    Returns:
+      Whether it is cut, and why.
+    """
+    if not tensor:
+        return False, "there is no tensor axis to cut it over"
+    if cut is not None:
+        return cut, "as asked"
+    return False, (
+        "whole on every device, which is faster but for thousands of tokens without "
+        "sequence parallelism: two layers took 168 us on two H200s for 16 tokens, and "
+        "352 cut; 501 and 560 for 512; 3,682 and 3,203 for 4,096"
+    )
+
+
 def choose_ids_exchange(
     cut: Cut, replicas: int, exchange: IdsExchange | None
 ) -> tuple[IdsExchange, str]:

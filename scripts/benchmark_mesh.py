@@ -153,7 +153,7 @@ def rows(bench: MeasuredMesh) -> Iterator[Result]:
             name: form
             for name, form in _forms(bench, tokens).items()
             # Whether the projection is cut makes no difference to rows.
-            if not form.tensor_axes or form.shard_projection != form.sequence_parallel
+            if not form.shard_projection
         }
         for layers in (None, 0) if bench.judges(tokens) else (None,):
             yield from _rows_of(bench, forms, tokens, layers)

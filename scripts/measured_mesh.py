@@ -201,8 +201,8 @@ class MeasuredMesh:
         bases: dict[str, dict[str, Any]] = {"": {}}
         if self.axes["tp"] > 1:
             bases = {
-                "projection cut": {},
-                "projection whole": {"shard_projection": False},
+                "projection whole": {},
+                "projection cut": {"shard_projection": True},
                 "tokens cut": {"sequence_parallel": True},
                 "tokens and projection cut": {
                     "sequence_parallel": True,

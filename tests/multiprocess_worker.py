@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,9 +44,13 @@ def main(address: str, count: int, rank: int, job: dict) -> None:
     checkpoint.read_rows = counted
     if job["fault"] == "memory" and rank == 1:
         checkpoint.available_host_memory = lambda: 100_000
-    stack = engram_jax.load_engram(
-        job["checkpoint"][rank], tokenizer=np.load(job["token_map"]), mesh=devices
-    )
+    directory, token_map = job["checkpoint"][rank], np.load(job["token_map"])
+    place: Any = devices
+    if job["cut_projection"]:
+        config = engram_jax.EngramConfig.from_pretrained(directory)
+        layout = engram_jax.EngramLayout.from_config(config, int(token_map.max()) + 1)
+        place = engram_jax.EngramSharding.on(devices, layout, shard_projection=True)
+    stack = engram_jax.load_engram(directory, tokenizer=token_map, mesh=place)
     table = stack.layers[1].embedding.weight[...]
     graph, state = nnx.split(stack)
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from itertools import pairwise
+from typing import Any
 
 import chex
 import jax
@@ -84,14 +85,19 @@ def test_placements_agree_bit_for_bit_under_jit(placement, v41_token_map):
 
 
 @pytest.mark.parametrize("placement", ["device", "pinned_host", "mapped_file"])
-@pytest.mark.parametrize(("tensor", "data"), [(2, 4), (5, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "data", "cut"),
+    [(2, 4, True), (5, 1, True), (5, 1, False), (1, 2, False)],
+)
 def test_loading_onto_a_mesh_gives_the_same_numbers(
-    v41_token_map, placement, tensor, data
+    v41_token_map, placement, tensor, data, cut
 ):
     devices = np.array(jax.devices()[: tensor * data]).reshape(tensor, data)
-    mesh = jax.sharding.Mesh(devices, ("tp", "dp"))
-    stack = load_engram(TINY, tokenizer=v41_token_map, placement=placement, mesh=mesh)
+    mesh: Any = jax.sharding.Mesh(devices, ("tp", "dp"))
     whole = load_engram(TINY, tokenizer=v41_token_map)
+    if cut:
+        mesh = EngramSharding.on(mesh, whole.layout, shard_projection=True)
+    stack = load_engram(TINY, tokenizer=v41_token_map, placement=placement, mesh=mesh)
     batch, hidden, expected = golden_batch(stack)
     np.testing.assert_array_equal(batch.hash_ids, expected["hashes"])
     run = nnx.jit(lambda stack, hidden, batch: stack(3, hidden, batch))

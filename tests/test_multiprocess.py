@@ -80,13 +80,18 @@ def job(tmp_path, token_map, golden) -> dict:
         "batch": str(batch),
         "result": str(tmp_path / "result"),
         "mesh": [2, 2],
+        "cut_projection": False,
         "fault": "",
     }
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
-def test_two_processes_agree_with_one_and_read_their_own_rows(job, golden, shape):
-    job["mesh"] = shape
+@pytest.mark.parametrize(
+    ("shape", "cut_projection"), [((2, 2), True), ((2, 2), False), ((1, 4), False)]
+)
+def test_two_processes_agree_with_one_and_read_their_own_rows(
+    job, golden, shape, cut_projection
+):
+    job["mesh"], job["cut_projection"] = shape, cut_projection
     for code, output in start_together(job):
         assert code == 0, output
     stack = load_engram(TINY, tokenizer=np.load(job["token_map"]))

@@ -25,12 +25,13 @@ def config(v41) -> EngramConfig:
 CASES = [
     ((1, 1), {}),
     ((4, 1), {}),
+    ((4, 1), {"shard_projection": True}),
     ((1, 4), {}),
     ((2, 2), {"exchange": "all_gather"}),
     ((2, 3), {"ids_exchange": "all_to_all"}),
     ((2, 2), {"sequence_parallel": True}),
     ((2, 2), {"sequence_parallel": True, "shard_projection": True}),
-    ((2, 2), {"cut": "rows"}),
+    ((2, 2), {"cut": "rows", "shard_projection": True}),
     ((4, 1), {"cut": "rows", "exchange": "all_reduce"}),
     ((2, 2), {"spread": False}),
 ]
@@ -181,9 +182,15 @@ def test_command_prints_text_and_json(v41, tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["shards"] == 8
     assert plan["reasons"]["exchange"]
-    whole = ["--tp", "2", "--whole-projection", "--ids-exchange", "all_gather"]
-    assert main(["plan", str(path), *whole]) == 0
-    assert "kv " not in capsys.readouterr().out
+    whole = ["plan", str(path), "--tp", "2", "--ids-exchange", "all_gather"]
+    assert main(whole) == 0
+    text = capsys.readouterr().out
+    assert "kv " not in text
+    assert "projection: whole on every device, which is faster but" in text
+    assert main([*whole, "--cut-projection"]) == 0
+    text = capsys.readouterr().out
+    assert "kv   all-gather over 2 devices" in text
+    assert "projection: as asked" in text
     assert main(["plan", str(path)]) == 0
     assert "nothing travels" in capsys.readouterr().out
 

@@ -55,9 +55,16 @@ def assert_one_rounding(actual, expected) -> None:
 
 STACKS = [
     ((1, 1), AxisType.Auto, {}, {}),
-    ((3, 1), AxisType.Auto, {}, {"all-gather": 3}),
+    ((3, 1), AxisType.Auto, {}, {"all-gather": 1}),
+    ((3, 1), AxisType.Auto, {"shard_projection": True}, {"all-gather": 3}),
     ((1, 5), AxisType.Explicit, {}, {"all-gather": 1, "all-to-all": 1}),
-    ((2, 2), AxisType.Explicit, {}, {"all-gather": 4, "all-to-all": 1}),
+    ((2, 2), AxisType.Explicit, {}, {"all-gather": 2, "all-to-all": 1}),
+    (
+        (2, 2),
+        AxisType.Explicit,
+        {"shard_projection": True},
+        {"all-gather": 4, "all-to-all": 1},
+    ),
     (
         (2, 2),
         AxisType.Explicit,
@@ -113,7 +120,7 @@ def test_a_model_gives_one_device_s_outputs(
 def test_explicit_shardings_and_donated_hidden_states(expected):
     """`state_shardings` says how to lay out the module's arrays in the user's jit."""
     devices = mesh(2, 2)
-    sharding = EngramSharding.on(devices, stack24().layout)
+    sharding = EngramSharding.on(devices, stack24().layout, shard_projection=True)
     graph, state = nnx.split(stack24().shard(sharding))
     places = state_shardings(sharding, nnx.merge(graph, state))
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, state), places)
@@ -159,7 +166,7 @@ def test_a_users_other_axes_stay_as_they_are(second):
     kinds = (AxisType.Explicit, second, AxisType.Explicit)
     devices = jax.make_mesh((2, 2, 2), ("width", "tp", "dp"), kinds)
     one = stack24()
-    stack = one.shard(EngramSharding.on(devices, one.layout))
+    stack = one.shard(EngramSharding.on(devices, one.layout, shard_projection=True))
     batch = {
         "input_ids": random_ids(8),
         "positions": np.arange(8, dtype=np.int32),
@@ -179,7 +186,7 @@ def test_a_users_other_axes_stay_as_they_are(second):
 def test_layers_work_alone_and_eagerly(expected):
     """Without `batch`, a layer fetches its own rows; gates can be looked at."""
     one = stack24()
-    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout, shard_projection=True))
     batch = one.batch(**BATCH)
     hidden, ids = random_hidden(TOKENS), one.hash_ids(1, batch)
     for name in ("__call__", "gate_values"):
@@ -196,7 +203,9 @@ def test_layers_work_alone_and_eagerly(expected):
 
 
 def test_batches_of_no_tokens(expected):
-    stack = stack24().shard(EngramSharding.on(mesh(2, 2), stack24().layout))
+    stack = stack24().shard(
+        EngramSharding.on(mesh(2, 2), stack24().layout, shard_projection=True)
+    )
     output = stack(1, random_hidden(0), stack.dummy_batch(0))
     assert output.shape == (0, 2, 48)
 
@@ -236,7 +245,10 @@ def test_slot_caches_and_decode_steps(expected):
 def test_scan_over_microbatches_under_checkpoint(expected):
     """The exchange runs in a loop body, is recomputed, and is differentiated."""
     one = stack24()
-    stacks = one, one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    stacks = (
+        one,
+        one.shard(EngramSharding.on(mesh(2, 2), one.layout, shard_projection=True)),
+    )
     ids = random_ids(12).reshape(3, 4)
     hidden = random_hidden(12, dtype=jnp.float32).reshape(3, 4, 2, 48)
     place, starts = np.arange(4, dtype=np.int32), np.array([0, 4], np.int32)
@@ -268,7 +280,7 @@ def test_scan_over_microbatches_under_checkpoint(expected):
 def test_replicas_hash_their_own_batches_and_one_may_be_empty(expected):
     """Pitfall: a rank without tokens skips a collective. 5, 0, 1 share 6 slots."""
     one = stack24()
-    stack = one.shard(EngramSharding.on(mesh(2, 3), one.layout))
+    stack = one.shard(EngramSharding.on(mesh(2, 3), one.layout, shard_projection=True))
     own = [
         {
             "input_ids": random_ids(length, seed=length),
@@ -333,8 +345,9 @@ def test_replica_batches_that_do_not_fit_are_refused():
 TRAINED = [
     ((1, 2), {}),
     ((2, 2), {}),
+    ((2, 2), {"shard_projection": True}),
     ((2, 2), {"sequence_parallel": True}),
-    ((4, 1), {"cut": "rows"}),
+    ((4, 1), {"cut": "rows", "shard_projection": True}),
     ((2, 4), {"sequence_parallel": True, "shard_projection": True}),
 ]
 
@@ -379,7 +392,7 @@ def test_gradients_of_a_stack_are_one_device_s(one_device_gradients, shape, choi
 
 def test_projection_and_gate_train_on_a_mesh_while_the_table_stays():
     one = stack24()
-    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout))
+    stack = one.shard(EngramSharding.on(mesh(2, 2), one.layout, shard_projection=True))
     for layer in stack.layers.values():
         layer.dequantize_projection()
     optimizer = nnx.Optimizer(stack, optax.adam(1e-2), wrt=nnx.Param)

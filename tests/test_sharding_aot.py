@@ -107,7 +107,7 @@ def kernels_of(hlo: str) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "choices", "by_replica", "others"),
     [
-        ((2, 1), {"shard_projection": False}, False, []),
+        ((2, 1), {}, False, []),
         ((1, 2), {}, True, []),
         # The device's first token follows from its number.
         ((2, 1), {"sequence_parallel": True}, False, ["partition-id", "fusion"]),
@@ -168,6 +168,7 @@ def test_decode_step_compiles_for_four_h200s(
         h200s(2, 2),
         layout,
         sequence_parallel=sequence_parallel,
+        shard_projection=not sequence_parallel,
         exchange=exchange and "all_to_all",
     )
     graph, state = nnx.split(stack_on_paper(config, layout, sharding))
@@ -202,8 +203,8 @@ def test_decode_step_compiles_for_four_h200s(
             .compile()
         )
     hlo = compiled.as_text() or ""
-    # Without sequence parallelism the columns of the tensor axis are gathered: those of
-    # keys and values of both layers, which XLA may gather together.
+    # A cut projection's columns are gathered: those of keys and values of both layers,
+    # which XLA may gather together.
     found = counts(hlo)
     if exchange is None:
         # Hashes and rows by one kernel, and no collective for them.

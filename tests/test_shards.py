@@ -77,7 +77,9 @@ def test_partition_specs_go_by_shape_letters():
     sharding = EngramSharding.on(abstract_mesh(2, 4), layout)
     assert sharding.spec("T M E") == P("dp", None, None)
     assert sharding.spec("R D") == P(("tp", "dp"), None)
-    assert sharding.spec("N CD") == P("tp", None)
+    assert sharding.spec("N CD") == P()
+    cut = EngramSharding.on(abstract_mesh(2, 4), layout, shard_projection=True)
+    assert cut.spec("N CD") == P("tp", None)
     assert sharding.spec("M E") == P()
     sequence = EngramSharding.on(abstract_mesh(2, 4), layout, sequence_parallel=True)
     assert sequence.spec("T M E") == P(("dp", "tp"), None, None)
@@ -124,6 +126,7 @@ def test_choices_give_their_reasons():
             "exchange",
             "peer_read",
             "ids_exchange",
+            "shard_projection",
         }
         assert hash(sharding) == hash(dataclasses.replace(sharding))
         return sharding.shards.cut, sharding.exchange, sharding.ids_exchange
