@@ -261,7 +261,7 @@ class Job:
         """Name it in results."""
         counted = (self.processes, "process", "es"), (self.devices, "device", "s")
         parts = [f"{n} {word}{many * (n > 1)}" for n, word, many in counted]
-        return ", ".join(parts + [self.form] * (self.processes > 1))
+        return ", ".join(parts + [self.form] * (self.devices > 1))
 
 
 def start(
@@ -329,8 +329,8 @@ def run_job(
 def compare(options: argparse.Namespace, folder: Path) -> int:
     """Runs several processes, one with all devices, one with one; compares them."""
     count, found = options.processes, {}
-    jobs = [Job(count, count, form) for form in options.forms]
-    jobs += [Job(1, count), Job(1, 1)]
+    jobs = [Job(n, count, form) for n in (count, 1) for form in options.forms]
+    jobs.append(Job(1, 1))
     for job in jobs:
         begin = time.monotonic()
         codes, _, outputs = run_job(options, folder, job)
@@ -363,13 +363,18 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
 def _agree(found: dict[Job, list[dict[str, Any]]]) -> bool:
     """Tells whether all that must be are the same tokens, and says what differs."""
     digests = {job: {r["digest"] for r in results} for job, results in found.items()}
-    # One process and several that run the same program; the others may round elsewhere.
-    same = {job for job in found if job.devices > 1 and job.form == FORMS[0]}
-    alike = set().union(*(digests[job] for job in same))
-    right = len(alike) == 1 and all(len(each) == 1 for each in digests.values())
-    print("all tokens agree" if right else "TOKENS DIFFER", flush=True)
+    right = bool(digests)
+    # One process and several run the same program; other programs may round elsewhere.
+    for form in dict.fromkeys(job.form for job in found if job.devices > 1):
+        alike = {j: d for j, d in digests.items() if j.devices > 1 and j.form == form}
+        if len(set().union(*alike.values())) > 1:
+            print(f"TOKENS DIFFER: {', '.join(job.name for job in alike)}", flush=True)
+            right = False
+    if right:
+        print("all tokens agree", flush=True)
+    first = next(iter(digests.values()), None)
     for job, each in digests.items():
-        if right and each != alike:
+        if right and each != first:
             # Sums may end in a neighbour where the projection's columns are not cut.
             print(f"{job.name}: other tokens, as a rounding grew", flush=True)
     return right

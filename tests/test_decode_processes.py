@@ -34,7 +34,7 @@ def test_two_processes_decode_what_one_does(run, tmp_path):
     assert jobs == [
         "2 processes, 2 devices, collective, process 0",
         "2 processes, 2 devices, collective, process 1",
-        "1 process, 2 devices, process 0",
+        "1 process, 2 devices, collective, process 0",
         "1 process, 1 device, process 0",
     ]
     results = {r.name: r for r in benchmark_record.latest(tmp_path / "out.jsonl")}
@@ -86,18 +86,21 @@ def test_tokens_that_differ_are_a_failure(run, monkeypatch, digests, code):
 @pytest.mark.parametrize(
     ("peers", "alone", "agree", "said"),
     [
-        ("aa", "a", True, ""),
-        ("bb", "a", True, "2 processes, 2 devices, peer_read: other tokens"),
-        ("aa", "b", True, "1 process, 1 device: other tokens"),
-        ("ab", "a", False, "TOKENS DIFFER"),  # of the same program
+        ("aaa", "a", True, "all tokens agree"),
+        ("bbb", "a", True, "2 processes, 2 devices, peer_read: other tokens"),
+        ("aaa", "b", True, "1 process, 1 device: other tokens"),
+        # Of the same program: in two processes, and in two against one.
+        ("aba", "a", False, "TOKENS DIFFER: 2 processes, 2 devices, peer_read"),
+        ("bba", "a", False, "TOKENS DIFFER: 2 processes, 2 devices, peer_read"),
     ],
 )
 def test_only_the_same_program_must_round_alike(peers, alone, agree, said, capsys):
     job = decode_processes.Job
     found = {
         job(2, 2): [{"digest": "a"}] * 2,
-        job(2, 2, "peer_read"): [{"digest": digest} for digest in peers],
+        job(2, 2, "peer_read"): [{"digest": digest} for digest in peers[:2]],
         job(1, 2): [{"digest": "a"}],
+        job(1, 2, "peer_read"): [{"digest": peers[2]}],
         job(1, 1): [{"digest": alone}],
     }
     assert decode_processes._agree(found) is agree
