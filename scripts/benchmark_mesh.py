@@ -87,18 +87,24 @@ def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
 
 def _check(bench: MeasuredMesh, programs: dict[str, Program], forms, tokens) -> None:
     """Refuse to time what differs from one GPU by more than roundings."""
-    start = programs[ONE].start
-    assert start is not None
-    before, wanted = start(), programs[ONE].first()
+    one, whole = programs[ONE], bench.hidden(None, tokens * bench.replicas)
     compare = jax.jit(functools.partial(_difference, bench.sizes.config.num_layers))
-    for name in forms:
-        got = jax.device_put(programs[name].first()[:tokens], wanted.sharding)
-        largest, beyond = compare(got, wanted, before)
-        if beyond:
-            raise AssertionError(
-                f"{name}, T = {tokens}: off from one GPU by up to {largest}; {beyond} "
-                "elements by more than the roundings of each layer"
-            )
+    results = {name: programs[name].first() for name in forms}
+    for replica, batch in enumerate(bench.batches(tokens, 0)):
+        part = slice(replica * tokens, (replica + 1) * tokens)
+        before = whole[part]
+        # A copy: the step takes its memory.
+        placed = mesh_stacks.place_batch(None, [batch])
+        wanted = one.call(one.leaves, jnp.copy(before), placed)
+        for name, result in results.items():
+            got = jax.device_put(result[part], wanted.sharding)
+            largest, beyond = compare(got, wanted, before)
+            if beyond:
+                raise AssertionError(
+                    f"{name}, T = {tokens}, replica {replica}: off from one GPU by up "
+                    f"to {largest}; {beyond} elements by more than the roundings of "
+                    "each layer"
+                )
 
 
 def _difference(layers: int, got, wanted, before) -> tuple[jax.Array, jax.Array]:

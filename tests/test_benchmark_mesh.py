@@ -195,7 +195,7 @@ def test_a_mesh_is_measured_on_cpus(axes, tmp_path, capsys, monkeypatch):
     bytes_of = {r.detail["variant"]: r.detail.get("bytes_received") for r in loops}
     assert any(moved and moved["rows"] > 0 for moved in bytes_of.values())
     assert benchmark.main([*arguments, "--markdown"]) == 0
-    assert "| step loop | one GPU |" in capsys.readouterr().out
+    assert f"| step loop, {axes} | one GPU |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,8 @@ def test_a_wrong_mesh_is_refused(capsys):
     assert "tp=2,dp=4" in capsys.readouterr().err
 
 
-def test_outputs_that_differ_are_not_timed():
+@pytest.mark.parametrize("replica", [0, 1])
+def test_outputs_that_differ_are_not_timed(replica):
     bench = measured_mesh.MeasuredMesh({"tp": 1, "dp": 2}, [4])
     forms = dict(list(bench.forms(("packed",), 4).items())[:1])
     programs = benchmark_mesh._step_programs(bench, forms, 4)
@@ -225,10 +226,10 @@ def test_outputs_that_differ_are_not_timed():
     right = programs[name]
 
     def wrong(*operands):
-        return right.call(*operands) + jnp.bfloat16(0.25)
+        return right.call(*operands).at[4 * replica + 1].add(jnp.bfloat16(0.25))
 
     programs[name] = Program(wrong, right.leaves, right.batches, right.start)
-    with pytest.raises(AssertionError, match="elements by more than the roundings"):
+    with pytest.raises(AssertionError, match=f"replica {replica}: off from one GPU"):
         benchmark_mesh._check(bench, programs, forms, 4)
 
 
