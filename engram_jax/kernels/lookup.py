@@ -125,6 +125,7 @@ def _run(packed, weights, scales, ids, bounds, backend):
     )
     if chosen == "xla":
         form = _lookup_packed_xla if packed else _lookup_xla
+        bounds = _bounds(weights, bounds[:, 0], bounds[:, 1])  # the kernel looks itself
         rows = [
             form(weight, scale, ids[:, layer], *bounds[layer])
             for layer, (weight, scale) in enumerate(zip(weights, scales, strict=True))
@@ -290,5 +291,4 @@ def lookup_layers(
         )
     for weight, scale in zip(weights, scales, strict=True):
         _check(weight, scale)
-    bounds = _bounds(weights, bounds[:, 0], bounds[:, 1])
     return _run(packed, weights, scales, ids, bounds, backend)
