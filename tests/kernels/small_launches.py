@@ -69,10 +69,15 @@ def ngram_hash() -> None:
             same(found, hashes(tokens, "xla"))
 
 
+def wide_stack():
+    """Makes a small stack whose rows are wide enough for every kernel."""
+    return make_stack(head_dim=64)
+
+
 def tables() -> list[tuple[np.ndarray, np.ndarray]]:
     """Gives the values and scales of both layers of a small stack."""
     with on_cpu():
-        layers = make_stack().layers.values()
+        layers = wide_stack().layers.values()
         return [
             (np.asarray(x.embedding.weight[...]), np.asarray(x.embedding.scale[...]))
             for x in layers
@@ -95,10 +100,23 @@ def lookup() -> None:
             with on_cpu():
                 same(found, rows("xla"))
 
+    weights, scales = zip(*(map(jnp.asarray, parts) for parts in tables()), strict=True)
+    bounds = jnp.array([[2, 890], [0, 900]], jnp.int32)
+    ids = np.random.default_rng(0).integers(-3, 910, (300, 2, 12)).astype(np.int32)
+    for packed in (False, True):
+
+        def rows_of_layers(backend, packed=packed):
+            parts = weights, scales, jnp.asarray(ids), bounds
+            return kernels.lookup_layers(*parts, packed=packed, backend=backend)
+
+        found = rows_of_layers("pallas")
+        with on_cpu():
+            same(found, rows_of_layers("xla"))
+
 
 def decode_front_end() -> None:
     """Hashes and reads the rows of both layers at once."""
-    stack = make_stack()
+    stack = wide_stack()
     for tokens in (2, 19, 64):
         batch = stack.batch(**ragged_batch(tokens))
         assert batch.rows is not None, "the fused kernel did not run"
