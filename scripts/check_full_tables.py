@@ -45,7 +45,7 @@ def edge_ids(sharding: Any, layout: Any, tokens: int) -> Any:
     Args:
         sharding: how the tables are cut.
         layout: the columns.
-        tokens: how many ids of each column; at least 8.
+        tokens: how many ids of each column; at least 10.
 
     Returns:
         int32 [T, L, C].
@@ -57,9 +57,12 @@ def edge_ids(sharding: Any, layout: Any, tokens: int) -> Any:
     ids = layout.offsets + rng.integers(0, primes, (tokens, *primes.shape))
     ends = layout.offsets + primes
     # The first and last rows of each column are those of each shard and table, too.
-    ids[0], ids[1], ids[2], ids[3] = layout.offsets, ends - 1, ends - 2, ends - 1
-    # From these rows of a shard on, the offset of a byte needs more than 32 bits.
-    for token, place in enumerate((1 << 23, (1 << 23) - 1, 1 << 24, (1 << 24) - 1), 4):
+    first = layout.offsets
+    ids[0], ids[1], ids[2], ids[3] = first, first + 1, ends - 2, ends - 1
+    # From these rows of a shard on, the offset of a byte needs more than 32 bits: of
+    # values, signed and unsigned, and of scales.
+    places = [(1 << bit) - back for bit in (23, 24, 28) for back in (0, 1)]
+    for token, place in enumerate(places, 4):
         for layer, starts in enumerate(sharding.shards.row_start):
             wanted = starts[:, None] + place
             inside = (wanted >= layout.offsets[layer]) & (wanted < ends[layer])
@@ -150,6 +153,10 @@ def check(options: argparse.Namespace, axes: dict[str, int]) -> int:
     ]
     if peaks:
         say(f"highest memory while filling: {max(peaks):.4f} of the tables' own")
+    else:
+        say(
+            "these devices do not say what memory was taken: copies were not looked for"
+        )
     ids = edge_ids(first, layout, TOKENS)
     wanted = np.stack(
         [

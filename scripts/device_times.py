@@ -175,22 +175,25 @@ def split_runs(timelines: list[list[Event]], count: int) -> list[Run] | None:
 
 
 def _trace_together(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
-    """Time kernels without knowing their GPU: as if each had run on all, in shares."""
+    """Time kernels without knowing their GPU: an even share for each of a call's."""
     profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
     library = getattr(profiler, "mosaic_gpu_lib", None)
     if library is None:
         return None
     cupti = library._mosaic_gpu_ext
-    runs, gpus = [], jax.local_device_count()
+    runs = []
     try:
         for call in calls:
             cupti._cupti_init()
             try:
-                jax.block_until_ready(call())
+                result = jax.block_until_ready(call())
             finally:
                 times = cupti._cupti_get_timings(True)
             if not times:
                 return None
+            # Not of all that the machine has: a call may leave some of them alone.
+            arrays = jax.tree.leaves(result)
+            gpus = len(set().union(*(array.devices() for array in arrays)))
             shares = (Event(name, 0.0, 1e3 * ms / gpus) for name, ms in times)
             runs.append(Run((tuple(shares),)))
     except RuntimeError as error:  # CUPTI's own, such as that another one uses it

@@ -60,19 +60,21 @@ def test_memory_beside_the_tables_shows(run, monkeypatch):
     assert "0 wrong" in output
 
 
-def test_the_ids_reach_every_end():
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_ids_reach_every_end(shards):
     config = mesh_stacks.with_rows(mesh_stacks.V41, mesh_stacks.V41.num_embeddings[0])
     layout = EngramLayout.from_config(config)
-    sharding = EngramSharding.on(mesh(2, 1), layout)
+    sharding = EngramSharding.on(mesh(shards, 1), layout)
     ids = check_full_tables.edge_ids(sharding, layout, 32)
     for layer in range(2):
         seen = set(ids[:, layer].reshape(-1).tolist())
-        for start, end in zip(
-            sharding.shards.row_start[layer],
-            sharding.shards.row_end[layer],
-            strict=True,
-        ):
-            assert {start, end - 1, start + (1 << 23), start + (1 << 23) - 1} <= seen
+        rows = sharding.shards.row_start[layer], sharding.shards.row_end[layer]
+        for start, end in zip(*rows, strict=True):
+            places = [start + (1 << bit) for bit in (23, 24, 28)]
+            edges = {start, start + 1, end - 2, end - 1}
+            edges |= {row - back for row in places if row < end for back in (0, 1)}
+            assert edges <= seen
+            assert (places[2] < end) == (shards == 1)  # scales of the whole table
         column = np.searchsorted(layout.offsets[layer], ids[:, layer], "right") - 1
         np.testing.assert_array_equal(column, np.arange(24)[None].repeat(32, 0))
         assert max(seen) == layout.num_rows[layer] - 1
