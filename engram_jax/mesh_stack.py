@@ -135,7 +135,8 @@ def _reads_rows(sharding, hash_state, tables, num_tokens, by_replica) -> bool:
     """Whether one kernel hashes and reads the rows of all layers."""
     if not tables or not reads_peers(sharding, tables, num_tokens):
         return False
-    if by_replica and sharding.pad_tokens(num_tokens) != num_tokens:
+    padded = sharding.pad_tokens(num_tokens) - num_tokens
+    if by_replica and sharding.data_axes and padded:
         return False  # a device has tokens of two replicas
     return kernels.reads_at_once(
         [table.weight[...] for table in tables],
