@@ -129,6 +129,90 @@ def decode_front_end() -> None:
                 same(batch.rows[index].values[:tokens], wanted[:tokens])
 
 
+def halves() -> tuple[list, list, list, dict]:
+    """Cuts both tables by rows, as for two GPUs, in the memory of this one.
+
+    Returns:
+        For each layer the parts in order, each values and scales; the first part's
+        values and scales; its record; and how tables are cut.
+    """
+    parts, records, cut = [], [], {"columns": None, "rows_per_shard": []}
+    for table in tables():
+        rows = len(table[0])
+        half = -(-rows // 2)
+        ends = [(0, half), (half, rows)]
+        layer = [[jnp.asarray(x[start:end]) for x in table] for start, end in ends]
+        jax.block_until_ready(layer)
+        places = [[x.unsafe_buffer_pointer() for x in part] for part in layer]
+        records.append(jnp.asarray(kernels.make_record(places, ends, own=0)))
+        parts.append(layer)
+        cut["rows_per_shard"].append(half)
+    return parts, [layer[0] for layer in parts], records, cut
+
+
+def peer_lookup() -> None:
+    """Reads rows by their shards' addresses, and none of a table that was moved."""
+    parts, own, records, cut = halves()
+    weights, scales = zip(*own, strict=True)
+    moved = jax.block_until_ready(jnp.copy(weights[1]))
+    for count, packed in ((1, True), (37, False), (700, True)):
+        rng = np.random.default_rng(count)
+        ids = rng.integers(-3, 910, (count, len(parts), 6)).astype(np.int32)
+        ids[0, :, 0] = 889
+        given = records, jnp.asarray(ids)
+        options = {"packed": packed, **cut}
+        found = kernels.peer_lookup(weights, scales, *given, **options)
+        gone = kernels.peer_lookup((weights[0], moved), scales, *given, **options)
+        with on_cpu():
+            function = kernels.lookup_packed if packed else kernels.lookup
+            for layer, table in enumerate(tables()):
+                operands = map(jnp.asarray, (*table, ids[:, layer]))
+                wanted = function(*operands, backend="xla")
+                same(found[:, layer], wanted)
+                if layer == 0:
+                    same(gone[:, layer], wanted)
+            inside = (ids[:, 1] >= 0) & (ids[:, 1] < len(tables()[1][0]))
+            rows = np.asarray(gone[:, 1])
+            assert not rows[~inside].any()
+            nan = rows[inside][:, -1] == 255 if packed else np.isnan(rows[inside])
+            assert nan.all()
+    jax.block_until_ready(parts)  # nothing but the addresses held on to them
+
+
+def peer_decode() -> None:
+    """Hashes, and reads rows by their shards' addresses, those of a part of a batch."""
+    parts, own, records, cut = halves()
+    weights, scales = zip(*own, strict=True)
+    for tokens, first, count in ((2, None, None), (19, 7, 11), (64, 32, 40)):
+        state = wide_stack().hash_state
+        given = ragged_batch(tokens)
+        batch = state.operands(**given)
+        rows, alive = kernels.ngram_rows(
+            weights,
+            scales,
+            **batch,
+            **cut,
+            records=records,
+            first_token=None if first is None else jnp.array([first], jnp.int32),
+            num_tokens=count,
+        )
+        part = slice(first or 0, tokens if count is None else (first or 0) + count)
+        with on_cpu():
+            ids = hashes(tokens, "xla")[part]
+            known = np.asarray(given["dead_mask"])[part]
+            known = ~known & (np.arange(tokens)[part] < given["query_start_loc"][-1])
+            same(alive[: len(ids)], known)
+            assert not np.asarray(alive)[len(ids) :].any()
+            for layer, table in enumerate(tables()):
+                operands = map(jnp.asarray, (*table, ids[:, layer]))
+                wanted = kernels.lookup(*operands, backend="xla")
+                wanted = wkv_pallas.permute_columns(wanted.reshape(len(ids), -1))
+                values = rows[layer].values
+                same(values[: len(ids)], wanted)
+                assert not np.asarray(values[len(ids) : rows[layer].tokens]).any()
+    jax.block_until_ready(parts)
+
+
 def gate() -> None:
     """Gates with and without a ring of buffers, masked."""
     for tokens, streams, width, sizes in (
@@ -174,7 +258,10 @@ def wkv() -> None:
 
 LAUNCHES = {
     function.__name__: function
-    for function in (ngram_hash, lookup, decode_front_end, gate, wkv)
+    for function in (
+        *(ngram_hash, lookup, peer_lookup, decode_front_end, peer_decode),
+        *(gate, wkv),
+    )
 }
 
 if __name__ == "__main__":
