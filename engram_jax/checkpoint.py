@@ -38,7 +38,7 @@ from .memory_plan import (
     choose_placement,
     plan_memory,
 )
-from .processes import agreement
+from .processes import agreement, processes_of_node
 from .safetensors_file import (
     DTYPES,
     TensorInfo,
@@ -112,6 +112,7 @@ def load_engram(
         raise ValueError(
             f"placement is {placement!r}; it must be one of {listed}, or several."
         )
+    processes = 1 if mesh is None else processes_of_node()
     # All processes of a mesh load, or none: one alone would wait for the rest forever.
     # In two steps, since the choice of a placement is itself a collective, which a
     # process that cannot open its files would miss.
@@ -123,7 +124,7 @@ def load_engram(
         check_fingerprint(found, files.token_map_sha256, files.directory)
         hash_state = NgramHashState(layout, token_map, backend=backend)
         sharding = _sharding_on(mesh, layout)
-        plans = _plan_placements(files, placements, sharding)
+        plans = _plan_placements(files, placements, sharding, processes)
     with _together(mesh):
         return _load(
             files, token_map, hash_state, plans, sharding, backend, host_memory
@@ -173,12 +174,6 @@ def _load(
             for index, layer_id in enumerate(files.layers)
         }
     _log.info("Loaded %s: tables in placement %r.", files.directory, placement)
-    if placement == "host" and jax.process_count() > 1:
-        _log.info(
-            "Each of the %d processes has the tables for itself; with "
-            'placement="shared_host" those of one node would have one copy.',
-            jax.process_count(),
-        )
     return EngramStack(files.config, hash_state, layers)
 
 
@@ -219,6 +214,7 @@ def _plan_placements(
     files: CheckpointFiles,
     placements: tuple[Placement, ...],
     sharding: EngramSharding | None,
+    processes: int,
 ) -> list[MemoryPlan]:
     """Compute what each placement would take here; nothing is allocated yet."""
     shared = sum(
@@ -229,7 +225,7 @@ def _plan_placements(
     plans = []
     for placement in placements:
         if sharding is None or placement not in ("device", "pinned_host"):
-            plans.append(_plan_memory(files.config, placement, shared))
+            plans.append(_plan_memory(files.config, placement, shared, processes))
             continue
         problems = ()
         try:
@@ -244,18 +240,29 @@ def _choose_placement(
     plans: list[MemoryPlan], sharding: EngramSharding | None
 ) -> Placement:
     """Take the first placement that fits in every process, or refuse with figures."""
-    chosen = choose_placement(plans, together=sharding is not None).placement
-    for plan in plans[: [plan.placement for plan in plans].index(chosen)]:
+    chosen = choose_placement(plans, together=sharding is not None)
+    for plan in plans[: plans.index(chosen)]:
         _log.info("Not in placement %r: %s", plan.placement, " ".join(plan.problems))
-    return chosen
+    for note in chosen.notes:
+        _log.info("Placement %r: %s", chosen.placement, note)
+    return chosen.placement
 
 
 def _plan_memory(
-    config: EngramConfig, placement: Placement, already_shared: int = 0
+    config: EngramConfig,
+    placement: Placement,
+    already_shared: int = 0,
+    processes: int = 1,
 ) -> MemoryPlan:
     room = MemoryRoom.measure(_default_device())
     room = dataclasses.replace(room, host=available_host_memory())
-    return plan_memory(config, placement, already_shared=already_shared, room=room)
+    return plan_memory(
+        config,
+        placement,
+        processes=processes,
+        already_shared=already_shared,
+        room=room,
+    )
 
 
 def _gigabytes(count: int) -> str:

@@ -169,9 +169,10 @@ def plan_memory(
     )
     notes = []
     if placement == "host" and processes > 1:
+        saved = gigabytes((processes - 1) * taken["host"])
         notes.append(
-            f'placement="shared_host" would take {gigabytes(node - process)} less: one '
-            f"copy of the tables for the node's {processes} processes."
+            f'placement="shared_host" would take {saved} less: one copy of the tables '
+            f"for the node's {processes} processes."
         )
     return MemoryPlan(
         placement, on_device, process, node, tuple(problems), tuple(notes)

@@ -1,13 +1,16 @@
 """Several processes of one job: started together, and agreed on errors."""
 
 import contextlib
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 _MESSAGE_BYTES = 1024
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HEARTBEAT_SECONDS = 30
 """After this long without a sign of life, JAX ends the other processes, with a line
 that names the one that is missing; JAX's own default is 100 seconds."""
@@ -84,6 +87,27 @@ def agreement(what: str) -> Iterator[None]:
         f"{what} failed in {len(failed)} of {jax.process_count()} processes; none goes "
         f"on.{listed}"
     ) from error
+
+
+def processes_of_node() -> int:
+    """Count the job's processes on this machine; all processes must call.
+
+    Containers of one machine count together, since they share its memory.
+
+    Returns:
+        1 or more.
+
+    Example:
+        >>> processes_of_node()
+        1
+    """
+    if jax.process_count() == 1:
+        return 1
+    try:
+        own = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        own = platform.node()
+    return _gather(own, "counting a machine's processes").count(own)
 
 
 def _reason(error: BaseException | None) -> str:

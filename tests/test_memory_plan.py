@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from pathlib import Path
 from typing import get_args
 
+import mesh_cases
 import numpy as np
 import pytest
 from golden_checkpoint import TINY
 
-from engram_jax import EngramConfig, checkpoint, load_engram, memory_plan
+from engram_jax import EngramConfig, checkpoint, load_engram, memory_plan, processes
 from engram_jax.checkpoint_files import Placement, placement_bytes
 from engram_jax.host_storage import MappedFileTable
 from engram_jax.memory_plan import (
@@ -21,6 +24,7 @@ from engram_jax.memory_plan import (
     plan_memory,
     shared_room,
 )
+from engram_jax.processes import processes_of_node
 
 CONFIG = EngramConfig.from_pretrained(TINY)
 TABLES = (2914 + 3746) * (64 + 2)
@@ -92,6 +96,40 @@ def test_plan_says_what_one_copy_would_save():
     assert plan("host", processes=3).notes == (f"{wanted} for the node's 3 processes.",)
     with pytest.raises(MemoryError, match=r"0\.004 GB less: one .* 11 processes"):
         choose_placement([plan("host", processes=11)])
+
+
+def test_processes_of_a_mesh_count_together(v41_token_map, monkeypatch, caplog):
+    """Pitfall: each of a node's processes alone would fit."""
+    monkeypatch.setattr(checkpoint, "processes_of_node", lambda: 2)
+    load = functools.partial(
+        load_engram, TINY, tokenizer=v41_token_map, mesh=mesh_cases.mesh(1, 2)
+    )
+    with caplog.at_level(logging.INFO, "engram_jax"):
+        load(placement="host")
+    wanted = "would take 0.000 GB less: one copy of the tables for the node's 2 pro"
+    assert wanted in caplog.text  # 439,560 bytes
+    room = 2 * REST + TABLES  # less than two tables
+    monkeypatch.setattr(checkpoint, "available_host_memory", lambda: room)
+    with pytest.raises(
+        MemoryError, match=r"takes 0\.002 GB of host memory.*2 processe"
+    ):
+        load(placement="host")
+    stack = load(placement=("host", "mapped_file"))
+    table = next(iter(stack.layers.values())).embedding
+    assert isinstance(table.storage, MappedFileTable)
+
+
+def test_processes_of_one_machine_are_counted(monkeypatch, tmp_path):
+    assert processes_of_node() == 1
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(
+        processes.multihost_utils,
+        "process_allgather",
+        lambda own: np.stack([own, own, own[::-1]]),
+    )
+    assert processes_of_node() == 2
+    monkeypatch.setattr(processes, "_BOOT_ID", tmp_path / "none")
+    assert processes_of_node() == 2
 
 
 def test_own_memory_needs_no_shared_memory():
