@@ -272,11 +272,8 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
     total = shape[0] * row_bytes
     if total == 0:
         return np.zeros(shape, dtype)
-    # Anonymous: zeros, from a page's boundary on. With huge pages, which as a rule only
-    # private memory has, it comes five times as soon.
+    # Anonymous: zeros, from a page's boundary on. Shared has no huge pages as a rule.
     buffer = mmap.mmap(-1, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(buffer, np.uint8)
     first = info.start + start * row_bytes
     with info.path.open("rb") as file:
@@ -289,6 +286,9 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
             raise too_short
         for begin, end in _data_ranges(descriptor, first, first + total):
             done = begin
+            if end - begin == total:  # no holes that they would fill
+                with contextlib.suppress(OSError):
+                    buffer.madvise(mmap.MADV_HUGEPAGE)  # five times as fast
             while done < end:
                 # Pieces keep the wait for Ctrl-C short.
                 stop_at = min(done + _CHUNK_BYTES, end)

@@ -122,6 +122,24 @@ def test_rows_are_read_into_memory_that_jax_can_share(path):
     assert read_rows(info, 5, 5).shape == (0, 64)
 
 
+def test_of_a_sparse_file_only_what_it_holds_becomes_resident(path):
+    """Pitfall: a huge page for each of the few rows of a table on paper."""
+    rows, step = 1 << 18, 1 << 14  # 64 MB, a row of it every 4 MB
+    with SafetensorsWriter(path, {"t": ("U8", (rows, 256))}, sparse=True) as writer:
+        for row in range(0, rows, step):
+            writer.write("t", np.full((1, 256), 1 + row // step, np.uint8), row)
+
+    def memory() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("Pss_Anon:"))
+        return int(line.split()[1]) * 1024
+
+    before = memory()
+    table = read_rows(read_header(path)["t"], 0, rows)
+    assert memory() - before < 4 << 20
+    np.testing.assert_array_equal(table[::step, 0], np.arange(1, 17))
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 5)])
 def test_rows_outside_the_tensor_are_refused(path, start, stop):
     with SafetensorsWriter(path, {"t": ("U8", (4, 2))}, sparse=True):
