@@ -27,12 +27,75 @@ from .staging import host_view
 _PROBE_ROWS = 64
 
 
-class MappedFileTable:
+class HostRows:
+    """Read rows on the host, or by a call back to it inside jit, through `read_into`.
+
+    Equality and hash go by identity, so that a module can hold a table as a static
+    attribute under jit.
+
+    Attributes:
+      num_rows: Rows of the table.
+      head_dim: Values of a row, D.
+    """
+
+    num_rows: int
+    head_dim: int
+
+    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
+        """Read rows as stored: D value bytes, then D/32 scale bytes.
+
+        Inside jit this is a call back to the host, which runs when the ids are there.
+        No gradient flows: the table is constant.
+
+        Args:
+          ids: Rows, of any shape; an id outside the table reads as zeros.
+
+        Returns:
+          uint8 [..., D + D/32].
+
+        Raises:
+          ValueError: As `read_into` (JAX may wrap it in an exception of its own).
+        """
+        width = self.head_dim + self.head_dim // QUANT_BLOCK
+        result = jax.ShapeDtypeStruct((*ids.shape, width), jnp.uint8)
+        return jax.pure_callback(self.gather, result, ids, vmap_method="expand_dims")
+
+    def gather(self, ids: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """Read rows on the host: `lookup_packed` for NumPy.
+
+        Args:
+          ids: Rows, of any shape; an id outside the table reads as zeros.
+
+        Returns:
+          uint8 [..., D + D/32].
+
+        Raises:
+          ValueError: As `read_into`.
+        """
+        ids = np.asarray(ids)
+        width = self.head_dim + self.head_dim // QUANT_BLOCK
+        out = np.empty((ids.size, width), np.uint8)
+        self.read_into(ids.reshape(-1), out)
+        return out.reshape(*ids.shape, width)
+
+    def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
+        """Read rows on the host into memory that is there; threads may do so at once.
+
+        Args:
+          ids: Rows [n]; an id outside the table reads as zeros.
+          out: [n, D + D/32], to be written.
+
+        Raises:
+          ValueError: The table cannot be read any more.
+        """
+        raise NotImplementedError
+
+
+class MappedFileTable(HostRows):
     """Read rows from a memory-mapped safetensors file; no memory of its own.
 
     Pages come from the disk when a row is first read, and stay in the kernel's page
-    cache as long as there is room. Equality and hash go by identity, so that a module
-    can hold the table as a static attribute under jit.
+    cache as long as there is room.
 
     Cost: 1,536 rows from a cold disk take about 40 ms (the missing pages are asked for
     all at once), from the page cache about 1 ms.
@@ -58,44 +121,6 @@ class MappedFileTable:
         self._parts = (_MappedRows(weight), _MappedRows(scale))
         self._identities = {path: _identity(path) for path in (weight.path, scale.path)}
 
-    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
-        """Read rows as stored: D value bytes, then D/32 scale bytes.
-
-        Inside jit this is a call back to the host, which runs when the ids are there.
-        No gradient flows: the table is constant.
-
-        Args:
-          ids: Rows, of any shape; an id outside the table reads as zeros.
-
-        Returns:
-          uint8 [..., D + D/32].
-
-        Raises:
-          ValueError: The file was truncated, replaced or removed since the table was
-            opened (JAX may wrap it in an exception of its own).
-        """
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
-        result = jax.ShapeDtypeStruct((*ids.shape, width), jnp.uint8)
-        return jax.pure_callback(self.gather, result, ids, vmap_method="expand_dims")
-
-    def gather(self, ids: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """Read rows on the host: `lookup_packed` for NumPy.
-
-        Args:
-          ids: Rows, of any shape; an id outside the table reads as zeros.
-
-        Returns:
-          uint8 [..., D + D/32].
-
-        Raises:
-          ValueError: As `lookup_packed`.
-        """
-        ids = np.asarray(ids)
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
-        out = np.empty((ids.size, width), np.uint8)
-        self.read_into(ids.reshape(-1), out)
-        return out.reshape(*ids.shape, width)
-
     def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
         """Read rows on the host into memory that is there; threads may do so at once.
 
@@ -104,7 +129,8 @@ class MappedFileTable:
           out: [n, D + D/32], to be written.
 
         Raises:
-          ValueError: As `lookup_packed`.
+          ValueError: The file was truncated, replaced or removed since the table was
+            opened.
         """
         # A page that its file no longer has kills the process (SIGBUS), so the check
         # comes before the first access.

@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Int32, UInt8
 
 from .config import QUANT_BLOCK
 from .host_memory import HostMapping, HostMemoryOptions, HostMemoryReport
-from .host_storage import check_table, take_rows
+from .host_storage import HostRows, check_table, take_rows
 from .memory_plan import gigabytes, host_room
 from .safetensors_file import TensorInfo, read_rows
 
@@ -26,12 +23,11 @@ _CHUNK_BYTES = 16 << 20
 _THREADS = 8
 
 
-class RecordTable:
+class RecordTable(HostRows):
     """Read rows whose values and scales lie side by side in host memory.
 
     A row of D = 256 is one record of 264 bytes, so that it costs one miss of the caches
-    instead of two. Equality and hash go by identity, so that a module can hold the
-    table as a static attribute under jit.
+    instead of two.
 
     Attributes:
       num_rows: Rows of the table.
@@ -50,30 +46,6 @@ class RecordTable:
         self.head_dim = width * QUANT_BLOCK // (QUANT_BLOCK + 1)
         self.report = report
         self._records: npt.NDArray[np.uint8] | None = records
-
-    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
-        """Read rows as stored: D value bytes, then D/32 scale bytes.
-
-        Inside jit this is a call back to the host, which runs when the ids are there.
-        No gradient flows: the table is constant.
-
-        Args:
-          ids: Rows, of any shape; an id outside the table reads as zeros.
-
-        Returns:
-          uint8 [..., D + D/32].
-        """
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
-        result = jax.ShapeDtypeStruct((*ids.shape, width), jnp.uint8)
-        return jax.pure_callback(self.gather, result, ids, vmap_method="expand_dims")
-
-    def gather(self, ids: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """Read rows on the host: `lookup_packed` for NumPy."""
-        ids = np.asarray(ids)
-        width = self.head_dim + self.head_dim // QUANT_BLOCK
-        out = np.empty((ids.size, width), np.uint8)
-        self.read_into(ids.reshape(-1), out)
-        return out.reshape(*ids.shape, width)
 
     def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
         """Read rows on the host into memory that is there; threads may do so at once.
