@@ -249,7 +249,7 @@ def choose_peer_read(
     if peer_reason is not None:
         return 0, peer_reason
     return PEER_READ_UP_TO, (
-        f"up to {PEER_READ_UP_TO} tokens of a device no collective is as fast"
+        f"up to {PEER_READ_UP_TO} tokens of a device, by estimate the faster way"
     )
 
 

@@ -38,7 +38,7 @@ TOKENS = 16
 REPORT_EVERY = 100
 ROUNDS, LOOP_STEPS = 7, 100
 FORMS = ("collective", "peer_read")
-"""The library's choice; and no collective, each device with all of the projection."""
+"""The library's choice between processes; and rows from each other's memory."""
 AT_MOST = 1.15
 """A step of two processes, of one device's."""
 
@@ -203,10 +203,8 @@ def make_decoding(
     if len(devices) > 1:
         kinds = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.make_mesh((len(devices), 1), ("tp", "dp"), kinds, devices=devices)
-        choices: dict[str, Any] = {}
-        if form == "peer_read":
-            choices = {"exchange": "peer_read", "shard_projection": False}
-        sharding = EngramSharding.on(mesh, layout, **choices)
+        exchange = "peer_read" if form == "peer_read" else None
+        sharding = EngramSharding.on(mesh, layout, exchange=exchange)
         everywhere = sharding.named(P())
     stack = mesh_stacks.make_stack(config, layout, sharding)
     parts = mesh_stacks.Step.of(stack)
@@ -375,7 +373,7 @@ def _agree(found: dict[Job, list[dict[str, Any]]]) -> bool:
     first = next(iter(digests.values()), None)
     for job, each in digests.items():
         if right and each != first:
-            # Sums may end in a neighbour where the projection's columns are not cut.
+            # Sums may end in a neighbour where they are added up in another order.
             print(f"{job.name}: other tokens, as a rounding grew", flush=True)
     return right
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -128,6 +129,43 @@ def test_a_buffer_lost_with_its_step_is_replaced(stacks, monkeypatch, caplog):
         monkeypatch.undo()
         again = prefetch.start(wanted).result()
         for one, other in zip(rows_of(batch), rows_of(again), strict=True):
+            same(one, other)
+
+
+def test_a_buffer_is_unread_when_all_its_arrays_are():
+    """What `start` asks, so that it waits for no step."""
+    buffer = object.__new__(StagingBuffer)  # no array here could be made to wait
+    for states in ((True, True), (True, False), (False, False)):
+        arrays = [
+            SimpleNamespace(is_ready=lambda ready=ready: ready) for ready in states
+        ]
+        buffer.arrays = dict(zip("ab", arrays, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+        assert buffer.is_unread() is all(states)
+
+
+def test_start_waits_for_no_step(stacks, monkeypatch):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        for seed in range(4):
+            prefetch.start(random_hashes(9, seed)).result()
+        read = threading.Event()
+        good = StagingBuffer.wait_for_readers
+
+        def wait(buffer):
+            assert threading.current_thread() is not threading.main_thread()
+            assert read.wait(20)
+            good(buffer)
+
+        monkeypatch.setattr(StagingBuffer, "is_unread", lambda buffer: False)
+        monkeypatch.setattr(StagingBuffer, "wait_for_readers", wait)
+        hashes = random_hashes(9, 5)
+        pending = prefetch.start(hashes)
+        assert not pending.done()
+        read.set()
+        rows = rows_of(pending.result())
+        monkeypatch.undo()
+        for one, other in zip(
+            rows, rows_of(prefetch.start(hashes).result()), strict=True
+        ):
             same(one, other)
 
 
