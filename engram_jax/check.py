@@ -206,7 +206,8 @@ def _describe_memory(memory: dict[str, dict[str, int]]) -> list[Finding]:
             "memory",
             None,
             f"{placement}: {taken['device'] / 1e9:.3f} GB on the device, "
-            f"{taken['host'] / 1e9:.3f} GB in host memory",
+            f"{taken['host'] / 1e9:.3f} GB of host memory for "
+            + ("the node" if placement == "shared_host" else "each process"),
         )
         for placement, taken in memory.items()
     ]

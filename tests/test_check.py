@@ -7,12 +7,13 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from engram_jax.__main__ import main
 from engram_jax.check import Report, check_checkpoint
+from engram_jax.checkpoint_files import Placement
 from engram_jax.vocabulary import CACHE_DIR_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -53,8 +54,9 @@ def test_sound_checkpoint_fits_line_by_line(capsys):
     assert "129280 token ids map to 99092 compressed ids" in text
     assert V41_DIGEST in text
     assert "layer 1: 2914 rows; its 12 primes from 211 to 271 need 2914" in text
-    for placement in ("device", "pinned_host", "shared_host", "mapped_file"):
-        assert f"{placement}: " in text
+    for placement in get_args(Placement):
+        whose = "the node" if placement == "shared_host" else "each process"
+        assert re.search(rf" {placement}: .* GB of host memory for {whose}\n", text)
 
 
 def test_json_is_for_programs(capsys):
