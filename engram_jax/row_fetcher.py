@@ -13,6 +13,7 @@ import numpy as np
 from .config import QUANT_BLOCK
 from .host_hash import HostHash, narrow
 from .hot_rows import FetchCounters, HotRowCache, LayerFetch, RowBudget
+from .kernels import narrow_ids
 from .stack import EngramStack
 from .staging import StagingBuffer, host_sharding
 
@@ -199,7 +200,8 @@ class RowFetcher:
             given = narrow(np.asarray(given))
         self._check(given)
         staged = self._staged(len(given))
-        if not staged:  # hashes stay where they are
+        if not staged:  # hashes stay where they are; kernels read them as int32
+            given = given if given.dtype == np.int32 else narrow_ids(given)
             progress.started.set()
             return Gathering(Fetched(given, token_mask))
         if self._unique or self.sharding is not None or not on_host:

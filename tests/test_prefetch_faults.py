@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from prefetch_cases import random_batch, same, with_storage
@@ -71,6 +72,19 @@ def test_hashes_for_the_device_may_be_written_over(stacks):
         pending = prefetch.start(hashes)
         hashes[:] = -1
         same(pending.result().hash_ids, wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int64])
+def test_hashes_for_the_device_are_narrowed(stacks, dtype):
+    """Kernels read ids as 32 bits: of wider ones they would see the halves."""
+    with jax.enable_x64(True), EngramPrefetch(stacks["device"], threads=1) as prefetch:
+        hashes = jnp.asarray(random_hashes(4, 2).astype(dtype))
+        if dtype == np.int64:
+            hashes = hashes.at[0].set(2**32 + 5)
+        found = prefetch.start(hashes).result().hash_ids
+        assert found.dtype == jnp.int32
+        same(found[1:], np.asarray(hashes)[1:].astype(np.int32))
+        assert (found[0] == (-1 if dtype == np.int64 else hashes[0])).all()
 
 
 def test_a_batch_that_has_its_rows_is_refused(stacks):
