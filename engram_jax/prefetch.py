@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from .exchange import fetch_rows
 from .hot_rows import FetchCounters, HotRowCache
@@ -137,7 +137,7 @@ class EngramPrefetch:
 
     def start(
         self,
-        hashes: EngramBatch | Int[Any, "T L C"] | None = None,
+        hashes: EngramBatch | Integer[Any, "T L C"] | None = None,
         *,
         token_mask: Any = None,
         **tokens: Any,
