@@ -18,6 +18,7 @@ PANELS = ("hash", "lookup", "lookup_packed", "gate", "wkv", "lookup_host")
 COLUMNS = 3
 STYLES = {
     "pallas": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
+    "pallas, rows in cache": {"color": "tab:blue", "linestyle": ":", "marker": "."},
     "ordered": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
     "auto": {"color": "tab:cyan", "marker": "s"},
     "xla": {"color": "tab:gray", "linestyle": "--"},
@@ -28,6 +29,7 @@ STYLES = {
 }
 NAMES = {
     "pallas": "this library",
+    "pallas, rows in cache": "this library, rows in cache",
     "ordered": "this library, rows in order",
     "auto": "this library, with ordering",
     "xla": "XLA form",

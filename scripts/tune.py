@@ -4,7 +4,8 @@
 
 Every candidate is checked against the XLA form, then timed: CUPTI kernel time of all
 that a call launches, the median of several, each after a read that empties the L2
-cache. For each number of tokens the fastest is kept; the table also says up to how many
+cache; but for the gate of few tokens, whose operands the projection has just left
+there. For each number of tokens the fastest is kept; the table also says up to how many
 tokens the FP8 projection beats the library's bfloat16 product. Takes about two minutes.
 """
 
@@ -37,6 +38,7 @@ TUNED = Path(__file__).parent.parent / "engram_jax" / "kernels" / "tuned"
 GATE_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WKV_TOKENS = (1, 8, 16, 32, 64, 96, 128)
 CROSSOVER_TOKENS = (32, 64, 96, 128, 192, 256)
+FEW_TOKENS = 16
 REPETITIONS = 9
 
 
@@ -53,15 +55,16 @@ def _filling_kernels() -> frozenset[str]:
     return frozenset(name for name, _ in run)
 
 
-def run_cold(
-    function: Callable[..., jax.Array], *operands: jax.Array
+def run_timed(
+    function: Callable[..., jax.Array], *operands: jax.Array, cold: bool = True
 ) -> tuple[jax.Array, float]:
-    """Give a call's result, and its kernel time in microseconds with a cold cache."""
+    """Give a call's result, and its kernel time in microseconds, cache cold or warm."""
 
     @jax.jit
     def program(filler, first, *rest):
         # Reads only: lines that were written would have to go back to memory, later.
-        filled, first = lax.optimization_barrier((jnp.sum(filler), first))
+        filled = jnp.sum(filler) if cold else 0.0
+        filled, first = lax.optimization_barrier((filled, first))
         return function(first, *rest), filled
 
     measure = profiler.measure(program, aggregate=False, iterations=REPETITIONS)
@@ -83,13 +86,15 @@ def _check(actual: jax.Array, expected: jax.Array) -> None:
     )
 
 
-def fastest(tokens, candidates, function, operands, expected) -> dict[str, Any] | None:
+def fastest(
+    tokens, candidates, function, operands, expected, *, cold: bool = True
+) -> dict[str, Any] | None:
     """Time each candidate; give the best as an entry of the table."""
     best = None
     for sizes in candidates:
         call = functools.partial(function, sizes=sizes)
         try:
-            out, us = run_cold(call, *operands)
+            out, us = run_timed(call, *operands, cold=cold)
             _check(out, expected)
         except (AssertionError, ValueError, NotImplementedError) as error:
             print(f"  {sizes}: refused: {str(error).splitlines()[0]}", flush=True)
@@ -123,7 +128,14 @@ def tune_gate() -> Iterator[dict[str, Any]]:
             for each in (1, 2, 4, 8)
             if each == 1 or tokens * STREAMS // each >= 128
         ]
-        entry = fastest(tokens, candidates, function, operands, expected(*operands))
+        entry = fastest(
+            tokens,
+            candidates,
+            function,
+            operands,
+            expected(*operands),
+            cold=tokens > FEW_TOKENS,
+        )
         if entry is not None:
             yield {"shape": [STREAMS, WIDTH], **entry}
 
@@ -176,12 +188,12 @@ def find_crossover(entries: list[dict[str, Any]]) -> dict[str, int]:
         sizes = next((e["sizes"] for e in entries if tokens <= e["max_tokens"]), None)
         sizes = WkvSizes(**sizes) if sizes else None
         call = functools.partial(wkv_pallas.wkv_pallas, sizes=sizes)
-        _, us = run_cold(call, rows, weight, scale)
+        _, us = run_timed(call, rows, weight, scale)
         xla = functools.partial(kernels.wkv, backend="xla")
         with_copy = functools.partial(xla, scale=None)
         for name, library in (
-            ("expanded", run_cold(with_copy, rows, expanded)[1]),
-            ("not_expanded", run_cold(xla, rows, weight, scale)[1]),
+            ("expanded", run_timed(with_copy, rows, expanded)[1]),
+            ("not_expanded", run_timed(xla, rows, weight, scale)[1]),
         ):
             print(f"  T={tokens} {us:8.2f} us, library {name} {library:8.2f} us")
             if us <= library:
@@ -208,7 +220,8 @@ def main() -> int:
         "jax": jax.__version__,
         "platform": device.client.platform_version.splitlines()[0],
         "method": f"scripts/tune.py: median of {REPETITIONS} CUPTI kernel times, each "
-        "after a read that empties the L2 cache; all that a call launches",
+        "after a read that empties the L2 cache, but for the gate of up to "
+        f"{FEW_TOKENS} tokens; all that a call launches",
     }
     if "gate" in args.operations:
         table["gate"] = list(tune_gate())

@@ -33,14 +33,15 @@ def verdicts(*results):
 def test_ratios_are_judged():
     found = verdicts(
         result("hash", "pallas", 1, 3.0),
-        result("lookup", "pallas", 1, 1.3),
+        result("lookup", gpu.CACHED, 1, 1.3),
+        result("lookup", "pallas", 1, 1.1),
         result("gate", "pallas", 1, 1.0),
         result("wkv", "ordered", 1, 40.0),
         result("wkv", "auto", 1, 50.0),
     )
     assert found["hash / vLLM, T = 1"].value == 0.75
     assert found["hash / vLLM, T = 1"].holds is True
-    assert found["lookup / sglang, T = 1"].holds is False
+    assert found["lookup (rows in cache) / SGLang, T = 1"].holds is False
     assert found["gate / SGLang, T = 1"].holds is True
     assert found["wkv (ordered) / cuBLAS bfloat16, T = 1"].holds is True
     assert found["wkv (auto) / cuBLAS bfloat16, T = 1"].holds is None
