@@ -10,7 +10,6 @@ is required.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import statistics
 import tempfile
@@ -29,12 +28,13 @@ from flax import nnx
 
 import engram_jax
 from engram_jax import EngramPrefetch, kernels
+from engram_jax.host_memory import HostMapping, HostMemoryOptions
 from engram_jax.host_storage import (
     MappedFileTable,
     PinnedHostTable,
     pinned_host_sharding,
-    take_rows,
 )
+from engram_jax.host_table import RecordTable
 from engram_jax.safetensors_file import SafetensorsWriter, read_header
 from engram_jax.staging import host_view
 
@@ -58,38 +58,23 @@ def table_bytes(rows: Any, xp: Any = np) -> tuple[Any, Any]:
     return ((x >> 13) % 127).astype(xp.uint8), scales.astype(xp.uint8)
 
 
-class RecordTable:
-    """Rows with values and scales side by side, in huge pages where there are any."""
+def make_records(pinned: PinnedHostTable) -> RecordTable:
+    """Makes the same table of rows with values and scales side by side."""
+    rows = pinned.num_rows
+    mapping = HostMapping(None, rows * ROW_BYTES, HostMemoryOptions())
+    records = np.frombuffer(mapping.buffer, np.uint8).reshape(rows, ROW_BYTES)
+    values = host_view(pinned.weight[...]).view(np.uint8)
+    scales = host_view(pinned.scale[...])
 
-    def __init__(self, pinned: PinnedHostTable):
-        self.num_rows, self.head_dim = pinned.num_rows, pinned.head_dim
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, self.num_rows * ROW_BYTES, flags=private)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.rows = np.frombuffer(self._memory, np.uint8).reshape(-1, ROW_BYTES)
-        values = host_view(pinned.weight[...]).view(np.uint8)
-        scales = host_view(pinned.scale[...])
+    def fill(start):
+        part = slice(start, start + (1 << 17))
+        records[part, :DIM] = values[part]
+        records[part, DIM:] = scales[part]
 
-        def fill(start):
-            part = slice(start, start + (1 << 17))
-            self.rows[part, :DIM] = values[part]
-            self.rows[part, DIM:] = scales[part]
-
-        with futures.ThreadPoolExecutor() as pool:
-            list(pool.map(fill, range(0, self.num_rows, 1 << 17)))
-
-    def read_into(self, ids, out):
-        """Reads rows on the host."""
-        take_rows([self.rows], ids, out)
-
-    def lookup_packed(self, ids):
-        """Not used here: rows come through `EngramPrefetch`."""
-        raise NotImplementedError
-
-    def stored_rows(self, part, start, stop):
-        """Gives the bytes of consecutive rows."""
-        rows = self.rows[start:stop]
-        return rows[:, :DIM] if part == "weight" else rows[:, DIM:]
+    with futures.ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(0, rows, 1 << 17)))
+    mapping.settle()
+    return RecordTable(records, mapping.report)
 
 
 def make_pinned(rows: int) -> PinnedHostTable:
@@ -307,7 +292,7 @@ def host_tables() -> Iterator[Result]:
     on_gpu = jax.default_backend() == "gpu"
     rows = GPU_ROWS if on_gpu else CPU_ROWS
     pinned = make_pinned(rows)
-    stacks = {"split": make_stack(pinned), "records": make_stack(RecordTable(pinned))}
+    stacks = {"split": make_stack(pinned), "records": make_stack(make_records(pinned))}
     direct = direct_lookup(pinned)
     medians: dict[Any, float] = {}
 
