@@ -218,3 +218,32 @@ def test_threads_that_cannot_start_are_no_hang(stacks, monkeypatch, early_copies
 def test_a_cache_without_distinct_rows_is_refused(stacks):
     with pytest.raises(ValueError, match="hot_rows needs unique"):
         EngramPrefetch(stacks["pinned_host"], hot_rows=10**5, unique=False)
+
+
+@pytest.mark.parametrize("early_copies", [0, 2])
+@pytest.mark.parametrize("how", ["result", "join"])
+def test_an_error_of_a_batch_without_its_thread_surfaces(
+    stacks, monkeypatch, early_copies, how
+):
+    with EngramPrefetch(
+        stacks["pinned_host"], threads=2, early_copies=early_copies
+    ) as prefetch:
+        for seed in range(4):  # until `start` itself begins the gathering
+            prefetch.start(random_hashes(300, seed)).result()
+
+        def fail(*_):
+            raise ValueError("the row was not there")
+
+        monkeypatch.setattr(prefetch._thread, "submit", fail)
+        monkeypatch.setattr(PinnedHostTable, "read_into", fail)
+        pending = prefetch.start(random_hashes(300, 5))
+        with pytest.raises(ValueError, match="the row was not there"):
+            pending.result() if how == "result" else prefetch.join()
+        monkeypatch.undo()
+        # The next ones are right, whatever buffer they get.
+        for seed in range(3):
+            hashes = random_hashes(300, seed)
+            rows = rows_of(prefetch.start(hashes).result())
+            tables = [x.embedding for x in stacks["device"].layers.values()]
+            for layer, table in enumerate(tables):
+                same(rows[layer], table.lookup_packed(jnp.asarray(hashes[:, layer])))
