@@ -234,11 +234,17 @@ def test_an_error_of_a_batch_without_its_thread_surfaces(
         def fail(*_):
             raise ValueError("the row was not there")
 
-        monkeypatch.setattr(prefetch._thread, "submit", fail)
-        monkeypatch.setattr(PinnedHostTable, "read_into", fail)
-        pending = prefetch.start(random_hashes(300, 5))
+        with monkeypatch.context() as no_thread:
+            no_thread.setattr(prefetch._thread, "submit", fail)
+            monkeypatch.setattr(PinnedHostTable, "read_into", fail)
+            first = prefetch.start(random_hashes(300, 5))
+        second = prefetch.start(random_hashes(300, 6))
         with pytest.raises(ValueError, match="the row was not there"):
-            pending.result() if how == "result" else prefetch.join()
+            first.result() if how == "result" else prefetch.join()
+        # `join` drops all of them, and gives the first one's error.
+        said = "the row was not there" if how == "result" else "dropped by join"
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            second.result()
         monkeypatch.undo()
         # The next ones are right, whatever buffer they get.
         for seed in range(3):
