@@ -63,7 +63,7 @@ def fetch_rows(
     layers = range(sharding.shards.num_layers) if layers is None else layers
     _check(sharding, tables, hash_ids, layers)
     padded = sharding.pad_tokens(hash_ids.shape[0])
-    hash_ids = pad_tokens(sharding, hash_ids, padded, fill=-1)
+    hash_ids = pad_tokens(sharding, kernels.narrow_ids(hash_ids), padded, fill=-1)
     if padded == 0:  # no collective takes empty arrays
         return _no_rows(sharding, tables)
     if reads_peers(sharding, tables, padded):

@@ -291,4 +291,5 @@ def lookup_layers(
         )
     for weight, scale in zip(weights, scales, strict=True):
         _check(weight, scale)
+    ids, bounds = narrow_ids(ids), narrow_ids(bounds, "bounds")
     return _run(packed, weights, scales, ids, bounds, backend)

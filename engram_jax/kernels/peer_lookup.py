@@ -8,6 +8,8 @@ import numpy.typing as npt
 from jax import lax
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Int32, UInt8, UInt32
 
+from .ids import narrow_ids
+
 RECORD_WORDS = 8
 
 
@@ -55,7 +57,7 @@ def peer_lookup(
     `lookup_packed` would give it; zeros for an id outside of the shard that it is
     looked for in: that of its column, or with a row cut outside of the table.
 
-    Runs inside `shard_map`, on GPUs of one process that reach each other's memory. A
+    Runs inside `shard_map`, on GPUs of one host that reach each other's memory. A
     row of another GPU is D + D/32 bytes over NVLink. There is no XLA form.
 
     Where one of this GPU's own shards does not lie where its record says, the table was
@@ -80,6 +82,8 @@ def peer_lookup(
         NotImplementedError: the kernel does not cover these sizes.
     """
     from . import peer_lookup_pallas  # here, since importing Pallas takes a second
+
+    ids = narrow_ids(ids)
 
     def read(*operands):
         return peer_lookup_pallas.peer_lookup_pallas(

@@ -1,4 +1,4 @@
-"""Rows of tables cut over the GPUs of one process, read from their owners' memory.
+"""Rows of tables cut over the GPUs of one host, read from their owners' memory.
 
 Each thread finds the shard that holds its row, takes that shard's addresses from a
 record (`peer_lookup.make_record`) and reads the row over NVLink, or from this GPU's own
