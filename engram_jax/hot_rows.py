@@ -271,8 +271,14 @@ class LayerFetch:
         return self._cache is not None
 
     def cut(self, pieces: int) -> list[npt.NDArray[Any]]:
-        """Cut the rows to read into pieces along the first axis."""
-        return [self.ids] if pieces == 1 else np.array_split(self.ids, pieces)
+        """Cut the rows to read into pieces along the first axis.
+
+        Each has half as many as the one before, so that little is left to be copied
+        when the last is there.
+        """
+        count, parts = len(self.ids), 2**pieces - 1
+        ends = [count * (parts - parts // 2**i) // parts for i in range(1, pieces)]
+        return np.split(self.ids, ends) if ends else [self.ids]
 
     def shapes(self, layer: int, pieces: int) -> dict[str, Any]:
         """Give the arrays that are staged for it, by name, without their contents."""

@@ -71,8 +71,9 @@ class EngramPrefetch:
         direct_tokens: up to this many tokens the GPU reads pinned tables itself, which
             starts sooner. None takes what was measured.
         early_copies: 0 leaves the copy to the step. Otherwise `result` copies the rows
-            in this many pieces, each as soon as it is gathered: for a device that has
-            nothing else to do meanwhile. 1 at most with `hot_rows`. Not on a mesh.
+            in this many pieces, each half as large as the one before, as soon as it is
+            gathered: for a device that has nothing else to do meanwhile. 1 at most with
+            `hot_rows`. Not on a mesh.
 
     Raises:
         MemoryError: the cache does not fit into the device's memory.

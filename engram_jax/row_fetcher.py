@@ -156,6 +156,7 @@ class RowFetcher:
         self._threads = threads
         self._gatherers = futures.ThreadPoolExecutor(threads, "engram-gather")
         self._free = _FreeBuffers()
+        self._known_shapes: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}
         self._counting = threading.Lock()
 
     def fetch(
@@ -207,7 +208,12 @@ class RowFetcher:
         if self._unique or self.sharding is not None or not on_host:
             return None
         layers = {index: self._plan(index, given[:, index]) for index in staged}
-        buffer = self._free.take_ready(self._shapes(layers))
+        size = len(given), tuple(staged)  # all that their shapes depend on
+        if size not in self._known_shapes:
+            if len(self._known_shapes) == _SHAPES_KEPT:
+                self._known_shapes.clear()
+            self._known_shapes[size] = self._shapes(layers)
+        buffer = self._free.take_ready(self._known_shapes[size])
         if buffer is None:
             return None
         jobs, _ = self._jobs(buffer, layers)
