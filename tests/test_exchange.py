@@ -24,7 +24,7 @@ from mesh_cases import (
 )
 from tolerances import assert_within
 
-from engram_jax import ParallelEngramEmbedding, mxfp8
+from engram_jax import ParallelEngramEmbedding, kernels, mxfp8
 from engram_jax.exchange import exchange_rows, fetch_rows
 from engram_jax.host_storage import PinnedHostTable
 from engram_jax.sharding import EngramSharding
@@ -94,8 +94,10 @@ def test_rows_are_exact_for_any_number_of_shards(tables, shards, axis):
                 inside[..., None], part[jnp.where(inside, ids - start, 0)], 0
             ).astype(jnp.uint8)
 
-        def lookups(ids, bounds):
-            rows = [lookup(p, ids[:, i], bounds[i]) for i, p in enumerate(parts)]
+        def lookups(ids, bounds, columns):
+            if columns is not None:
+                ids = kernels.read_columns(ids, bounds[0, 2], columns)
+            rows = [lookup(p, ids[:, i], bounds[i, :2]) for i, p in enumerate(parts)]
             return jnp.stack(rows, 1)
 
         return exchange_rows(sharding, lookups, ids, [0, 1])

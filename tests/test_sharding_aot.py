@@ -266,3 +266,9 @@ def test_a_collective_s_rows_are_moved_once_on_each_side(
     moved = [name for name in named if name not in ("bitcast", "parameter")]
     collective = choices["exchange"].replace("_", "-")
     assert moved == ["custom-call", collective, "fusion"]
+    # Every device reads its columns of the ids where they lie: beside its number and
+    # its bounds (while the ids travel) nothing runs before the rows are read.
+    before = steps_of(hlo)[: steps_of(hlo).index("custom-call")]
+    gathered = ["all-gather-start"] if shape[1] > 1 else []
+    done = ["all-gather-done"] if shape[1] > 1 else []
+    assert before == [*gathered, "partition-id", "fusion", *done]

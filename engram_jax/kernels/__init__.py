@@ -8,6 +8,7 @@ from .ids import narrow_ids as narrow_ids
 from .lookup import lookup as lookup
 from .lookup import lookup_layers as lookup_layers
 from .lookup import lookup_packed as lookup_packed
+from .lookup import read_columns as read_columns
 from .ngram_hash import ngram_hash as ngram_hash
 from .ngram_rows import ngram_rows as ngram_rows
 from .ngram_rows import reads_at_once as reads_at_once

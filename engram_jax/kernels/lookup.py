@@ -12,7 +12,7 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int32, Integer, UInt
 from engram_jax import mxfp8
 
 from .dispatch import Backend, resolve_backend
-from .ids import narrow_ids
+from .ids import OUTSIDE, narrow_ids
 
 RowBound = int | np.integer | Integer[Array, ""]
 
@@ -103,7 +103,30 @@ def _lookup_packed_xla(weight, scale, ids, row_start, row_end):
     )
 
 
-def _run(packed, weights, scales, ids, bounds, backend):
+def read_columns(
+    ids: Integer[Array, "*batch C"], first: RowBound, columns: int
+) -> Integer[Array, "*batch c"]:
+    """Take some neighbouring columns of ids, of which a last few may not exist.
+
+    Args:
+        ids: rows of each token, any leading axes.
+        first: the first column to take. May be traced.
+        columns: how many.
+
+    Returns:
+        Their ids; -1 for columns beyond C.
+
+    Example:
+        >>> read_columns(jnp.array([[5, 6, 7]]), 2, 2)
+        Array([[ 7, -1]], dtype=int32)
+    """
+    # As many more columns as are taken: a slice's start is clamped otherwise.
+    missing = [(0, 0)] * (ids.ndim - 1) + [(0, columns)]
+    ids = jnp.pad(ids, missing, constant_values=OUTSIDE)
+    return lax.dynamic_slice_in_dim(ids, first, columns, axis=-1)
+
+
+def _run(packed, weights, scales, ids, bounds, backend, columns=None):
     """Rows of ids [T, L, C], by one launch where the kernel runs."""
     operation = "lookup_packed" if packed else "lookup"
 
@@ -112,7 +135,9 @@ def _run(packed, weights, scales, ids, bounds, backend):
             return "the table is not FP8"
         from . import lookup_pallas
 
-        return lookup_pallas.unsupported_reason(weights, ids, interpret=interpret)
+        return lookup_pallas.unsupported_reason(
+            weights, ids, columns=columns, interpret=interpret
+        )
 
     chosen = resolve_backend(operation, backend, unsupported_reason)
     weights, scales = zip(
@@ -125,10 +150,18 @@ def _run(packed, weights, scales, ids, bounds, backend):
     )
     if chosen == "xla":
         form = _lookup_packed_xla if packed else _lookup_xla
+        ids_of = [ids[:, layer] for layer in range(len(weights))]
+        if columns is not None:
+            ids_of = [
+                read_columns(ids, first, columns)
+                for ids, first in zip(ids_of, bounds[:, 2], strict=True)
+            ]
         bounds = _bounds(weights, bounds[:, 0], bounds[:, 1])  # the kernel looks itself
         rows = [
-            form(weight, scale, ids[:, layer], *bounds[layer])
-            for layer, (weight, scale) in enumerate(zip(weights, scales, strict=True))
+            form(weight, scale, ids, *bound)
+            for weight, scale, ids, bound in zip(
+                weights, scales, ids_of, bounds, strict=True
+            )
         ]
         return jnp.stack(rows, axis=1)
     from . import lookup_pallas  # here, since importing Pallas takes a second
@@ -136,6 +169,7 @@ def _run(packed, weights, scales, ids, bounds, backend):
     kernel = functools.partial(
         lookup_pallas.lookup_pallas,
         packed=packed,
+        columns=columns,
         interpret=chosen == "pallas_interpret",
     )
     scales = tuple(mxfp8.scale_bytes(scale) for scale in scales)
@@ -247,8 +281,9 @@ def lookup_layers(
     ],
     scales: Sequence[UInt8[Array, "_ G"] | Array | None],
     ids: Int32[Array, "T L C"],
-    bounds: Int32[Array, "L 2"],
+    bounds: Int32[Array, "L 2"] | Int32[Array, "L 3"],
     *,
+    columns: int | None = None,
     packed: bool = False,
     backend: Backend | None = None,
 ) -> Array:
@@ -256,7 +291,8 @@ def lookup_layers(
 
     `out[:, l] = lookup(weights[l], scales[l], ids[:, l])` with the bounds of layer l,
     which on a GPU one launch writes where they belong: rows of two layers that are
-    put together afterwards take longer to copy than to read.
+    put together afterwards take longer to copy than to read. So do columns of ids that
+    are cut out before: given `columns`, it reads them where they lie.
 
     Gradient: as `lookup`.
 
@@ -264,13 +300,15 @@ def lookup_layers(
         weights: [R, D] of each layer, all FP8 or all float.
         scales: their scales, or None for each.
         ids: rows of each token.
-        bounds: for each layer `row_start` and `row_end`.
+        bounds: for each layer `row_start` and `row_end`; given `columns`, also the
+            first column that is read.
+        columns: how many columns are read; those beyond C read as zeros. None: all.
         packed: give the stored bytes instead of numbers.
         backend: None, "pallas", "xla" or "pallas_interpret".
 
     Returns:
         bfloat16 [T, L, C, D], or of float tables their dtype; packed, uint8
-        [T, L, C, D + D/32].
+        [T, L, C, D + D/32]; C of the columns read.
 
     Raises:
         TypeError: a dtype is none that `lookup` takes.
@@ -284,12 +322,13 @@ def lookup_layers(
         Array([1., 0.], dtype=float32)
     """
     layers = len(weights)
-    if ids.ndim != 3 or ids.shape[1] != layers or bounds.shape != (layers, 2):
+    wanted = (layers, 2 if columns is None else 3)
+    if ids.ndim != 3 or ids.shape[1] != layers or bounds.shape != wanted:
         raise ValueError(
             f"ids have shape {ids.shape} and bounds {bounds.shape}; for {layers} "
-            f"tables they must be [T, {layers}, C] and ({layers}, 2)"
+            f"tables they must be [T, {layers}, C] and {wanted}"
         )
     for weight, scale in zip(weights, scales, strict=True):
         _check(weight, scale)
     ids, bounds = narrow_ids(ids), narrow_ids(bounds, "bounds")
-    return _run(packed, weights, scales, ids, bounds, backend)
+    return _run(packed, weights, scales, ids, bounds, backend, columns)

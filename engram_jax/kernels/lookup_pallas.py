@@ -120,7 +120,11 @@ Locate = Callable[[Word, Predicate], Place]
 
 
 def unsupported_reason(
-    weights: Sequence[jax.Array], ids: jax.Array, *, interpret: bool = False
+    weights: Sequence[jax.Array],
+    ids: jax.Array,
+    *,
+    columns: int | None = None,
+    interpret: bool = False,
 ) -> str | None:
     """Say why `lookup_pallas` cannot take these operands, or give None."""
     if interpret:
@@ -131,8 +135,11 @@ def unsupported_reason(
     (width,) = widths
     if width % _BLOCK:
         return f"rows have {width} values, not a multiple of {_BLOCK}"
-    if ids.size * width // _PIECE >= 2**31:
-        return f"{ids.size} rows have more pieces than 32 bits can count"
+    rows = ids.size if columns is None else math.prod(ids.shape[:2]) * columns
+    if rows * width // _PIECE >= 2**31:
+        return f"{rows} rows have more pieces than 32 bits can count"
+    if ids.size >= 2**31:
+        return f"{ids.size} ids are more than 32 bits can count"
     return None
 
 
@@ -176,11 +183,35 @@ def local_row(
     n_hash_cols: int,
     rows_in_tables: Sequence[int],
     width: int,
+    columns: int | None = None,
 ) -> Place:
-    """Find an output row in the tables that this GPU has, one of each layer."""
-    layer = row // n_hash_cols % len(rows_in_tables)
+    """Find an output row in the tables that this GPU has, one of each layer.
+
+    Args:
+      refs: The operands' references by name: "ids", "bounds", and each layer's parts.
+      row: The output row's number.
+      exists: Whether there is such a row.
+      n_hash_cols: Columns of the ids.
+      rows_in_tables: How many rows each layer's array has.
+      width: Values of a row.
+      columns: How many columns are read, from the one on that bounds' third number
+        names; those beyond the ids' have no row. None: all.
+
+    Returns:
+      The place.
+    """
+    per_layer = n_hash_cols if columns is None else columns
+    layer = row // per_layer % len(rows_in_tables)
+    bounds = address(refs["bounds"])
+    if columns is None:
+        start, end = load(bounds + layer.widen() * 8, 2)
+    else:  # three words are no access of their own
+        parts = [load(bounds + layer.widen() * 12 + 4 * part) for part in range(3)]
+        (start,), (end,), (first,) = parts
+        column = first + row % columns
+        exists = exists & column.compare("ult", n_hash_cols)
+        row = row // columns * n_hash_cols + column
     (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
-    start, end = load(address(refs["bounds"]) + layer.widen() * 8, 2)
     answered = exists & id_.compare("sge", start) & id_.compare("slt", end)
     return own_row(
         refs,
@@ -257,7 +288,9 @@ def copy_packed(
         store(out + piece.widen() * unit, [word_out], width=8 * unit, only_if=exists)
 
 
-@functools.partial(jax.jit, static_argnames=("packed", "interpret", "in_flight"))
+@functools.partial(
+    jax.jit, static_argnames=("packed", "columns", "interpret", "in_flight")
+)
 def lookup_pallas(
     weights: Sequence[jax.Array],
     scales: Sequence[jax.Array],
@@ -265,6 +298,7 @@ def lookup_pallas(
     bounds: jax.Array,
     *,
     packed: bool,
+    columns: int | None = None,
     interpret: bool = False,
     in_flight: int | None = None,
 ) -> jax.Array:
@@ -275,30 +309,33 @@ def lookup_pallas(
       scales: uint8 [R, D/32].
       ids: int32 [T, L, C].
       bounds: Id of each table's row 0, and one past the last id that it answers for,
-        int32 [L, 2].
+        int32 [L, 2]; given `columns`, also the first of them, [L, 3].
       packed: Give the stored bytes instead of numbers.
+      columns: How many columns of ids to read, where they lie; None: all.
       interpret: Must be False; see `INTERPRET_REASON`.
       in_flight: Pieces that a thread reads before it uses the first.
 
     Returns:
-      bfloat16 [T, L, C, D]; packed, uint8 [T, L, C, D + D/32].
+      bfloat16 [T, L, C, D]; packed, uint8 [T, L, C, D + D/32]; C of the columns read.
     """
-    reason = unsupported_reason(weights, ids, interpret=interpret)
+    reason = unsupported_reason(weights, ids, columns=columns, interpret=interpret)
     if reason is not None:
         raise NotImplementedError(f"lookup_pallas: {reason}")
-    sizes = Sizes(weights[0].shape[1], ids.size)
+    shape = (*ids.shape[:2], ids.shape[2] if columns is None else columns)
+    sizes = Sizes(weights[0].shape[1], math.prod(shape))
     locate = functools.partial(
         local_row,
         n_hash_cols=ids.shape[2],
         rows_in_tables=[weight.shape[0] for weight in weights],
         width=sizes.width,
+        columns=columns,
     )
     operands = {"ids": ids.reshape(-1), "bounds": bounds}
     operands |= by_layer(weight=weights, scale=scales)
     rows = read_rows(
         "lookup_rows", locate, operands, sizes, packed=packed, in_flight=in_flight
     )
-    return rows.reshape(*ids.shape, rows.shape[-1])
+    return rows.reshape(*shape, rows.shape[-1])
 
 
 def read_rows(

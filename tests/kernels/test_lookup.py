@@ -445,6 +445,23 @@ def test_rows_of_layers_are_those_of_each(packed):
         )
 
 
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 6])
+def test_columns_of_layers_are_those_cut_out_before(first):
+    """Three of four columns: those beyond read as zeros, whatever ids lie there."""
+    parts = [random_table(rows, 64, seed=rows) for rows in (37, 11)]
+    weights, scales = zip(*(on_device(*part) for part in parts), strict=True)
+    bounds = jnp.array([[0, 37], [5, 9]], jnp.int32)
+    ids = np.random.default_rng(0).integers(0, 37, (5, 2, 4)).astype(np.int32)
+    wanted = np.full((5, 2, 3), -1, np.int32)
+    wanted[:, :, : max(4 - first, 0)] = ids[:, :, first : first + 3]
+    windows = jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=first)
+    read = jax.jit(kernels.lookup_layers, static_argnames="columns")
+    np.testing.assert_array_equal(
+        read(weights, scales, jnp.asarray(ids), windows, columns=3).view(np.uint16),
+        read(weights, scales, jnp.asarray(wanted), bounds).view(np.uint16),
+    )
+
+
 def test_rows_of_layers_have_the_gradient_of_float_tables():
     tables = [jnp.ones((5, 32)), jnp.ones((4, 32))]
     ids, bounds = jnp.array([[[1, 1], [3, -1]]]), jnp.array([[0, 5], [0, 4]])
@@ -462,3 +479,5 @@ def test_rows_of_layers_need_ids_of_each(library_errors):
     ids, bounds = jnp.zeros((5, 2, 3), jnp.int32), jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"for 1 tables they must be \[T, 1, C\]"):
         kernels.lookup_layers([table], [None], ids, bounds)
+    with pytest.raises(ValueError, match=r"must be \[T, 1, C\] and \(1, 3\)"):
+        kernels.lookup_layers([table], [None], ids[:, :1], bounds, columns=2)

@@ -160,6 +160,43 @@ def test_layers_have_their_own_tables_and_bounds(monkeypatch, packed, columns):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("first", [0, 2, 3, 4, 9])
+def test_columns_are_read_where_they_lie(monkeypatch, packed, first):
+    """Two of five columns, of which the last windows have one or none."""
+    tables = [table(rows, 64, seed=rows) for rows in (37, 11)]
+    bounds = np.array([[0, 37, first], [100, 108, first]], np.int32)
+    rng = np.random.default_rng(first)
+    ids = rng.integers(-2, 40, (4, 2, 5)).astype(np.int32)
+    ids[:, 1] = rng.integers(98, 112, (4, 5))
+    sizes = lookup_pallas.Sizes(64, 4 * 2 * 2)
+    kind = sizes.out_type(packed)
+    out = np.full(kind.shape, 0xAA, np.uint8 if packed else ml_dtypes.bfloat16)
+    weights, scales = zip(*tables, strict=True)
+    inputs = {"ids": ids, "bounds": bounds}
+    inputs |= lookup_pallas.by_layer(weight=weights, scale=scales)
+    inputs = {name: np.asarray(array) for name, array in inputs.items()}
+    memory = Memory(inputs, {"out": out}, threads=sizes.pieces(packed) + 5)
+    simulate(monkeypatch, memory, lookup_pallas)
+    locate = functools.partial(
+        lookup_pallas.local_row,
+        {name: name for name in memory.names},
+        n_hash_cols=5,
+        rows_in_tables=[37, 11],
+        width=64,
+        columns=2,
+    )
+    move = lookup_pallas.copy_packed if packed else lookup_pallas.dequantize
+    move(locate, memory.address("out"), [Word(np.arange(memory.threads))], sizes)
+    out = out.reshape(4, 2, 2, -1)
+    cut = np.pad(ids, ((0, 0), (0, 0), (0, 9)), constant_values=-1)
+    for layer, (start, end, _) in enumerate(bounds):
+        read = functools.partial(xla_form, *tables[layer], packed=packed)
+        expected = read(cut[:, layer, first : first + 2], start, end)
+        assert expected.any() == (first < 5)
+        assert_same_rows(out[:, layer], expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
 def test_rows_outside_the_window_touch_no_memory(monkeypatch, packed):
     weight, scale = table(10, 64)
     ids = np.array([99, 100, 104, 105, 109, 110, -1])
@@ -239,6 +276,17 @@ def test_compiles_for_two_layers(packed):
     compiled = aot.compile_for_hopper(
         function, *operands(192_003_084, 256, 8192, layers=2, columns=12)
     )
+    assert aot.temporary_bytes(compiled) == 0
+    assert "fusion" not in aot.text_of(compiled)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_for_some_columns(packed):
+    """Nothing cuts them out of the ids first."""
+    function = functools.partial(lookup_pallas.lookup_pallas, packed=packed, columns=5)
+    weights, scales, ids, _ = operands(1000, 256, 8192, layers=2, columns=12)
+    bounds = aot.operand((2, 3), jnp.int32)
+    compiled = aot.compile_for_hopper(function, weights, scales, ids, bounds)
     assert aot.temporary_bytes(compiled) == 0
     assert "fusion" not in aot.text_of(compiled)
 
@@ -327,6 +375,31 @@ def test_kernel_reads_the_tables_of_all_layers(tokens, packed):
         )
         for backend in ("pallas", "xla")
     }
+    assert_same_rows(rows["pallas"], rows["xla"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("first", [0, 7, 10, 12])
+def test_kernel_reads_columns_where_they_lie(first, packed):
+    weights, scales = zip(*(table(n, 256, seed=n) for n in (999, 40)), strict=True)
+    bounds = jnp.array([[7, 900, first], [0, 40, first]], jnp.int32)
+    ids = np.random.default_rng(1).integers(-50, 1050, (900, 2, 12))
+    rows = {
+        backend: np.asarray(
+            kernels.lookup_layers(
+                weights,
+                scales,
+                jnp.asarray(ids, jnp.int32),
+                bounds,
+                columns=5,
+                packed=packed,
+                backend=backend,
+            )
+        )
+        for backend in ("pallas", "xla")
+    }
+    assert rows["xla"].shape[2] == 5
     assert_same_rows(rows["pallas"], rows["xla"])
 
 
