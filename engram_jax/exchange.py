@@ -79,7 +79,9 @@ def fetch_rows(
 
     def body(arrays, ids):
         lookup = functools.partial(_look_up, sharding.row_format, tables, arrays)
-        return exchange_rows(sharding, lookup, ids, layers)
+        # Storage outside JAX knows its rows by their ids.
+        by_place = all(weight is not None for weight, _ in arrays)
+        return exchange_rows(sharding, lookup, ids, layers, by_place=by_place)
 
     call = sharding.shard_map(body, (sharding.table, sharding.replica), sharding.rows)
     return call(arrays, hash_ids)
@@ -229,6 +231,8 @@ def exchange_rows(
     lookup: Lookup,
     ids: Int32[Array, "slot L C"],
     layers: Sequence[int],
+    *,
+    by_place: bool = False,
 ) -> Array:
     """Look up this device's share of the rows and trade it for its tokens' rows.
 
@@ -240,24 +244,51 @@ def exchange_rows(
         lookup: reads rows of this device's shards.
         ids: this replica's ids, padded with -1 to the slot that all replicas share.
         layers: the index of each layer that ids are of.
+        by_place: whether `lookup` may be given a row's place in the shard for its id,
+            with bounds to match. Where only the shard's own ids come to it, senders
+            then say what it would have to know its number for.
 
     Returns:
         [tokens of this device, L, C, W].
     """
     shards = sharding.shards
     in_tables = [a for a in sharding.data_axes if a in sharding.table_axes]
+    by_place = by_place and bool(in_tables) and sharding.ids_exchange == "all_to_all"
+    if by_place:
+        ids = _places(shards, ids, layers)
     ids, first = _served_ids(sharding, ids, tuple(in_tables))
-    bounds = [shards.row_start[list(layers)], shards.row_end[list(layers)]]
-    if first is not None:
-        bounds.append(np.broadcast_to(first, bounds[0].shape))
-    shard = lax.axis_index(sharding.table_axes) if sharding.table_axes else 0
-    # One table of numbers for all shards: one small operation picks this one's.
-    own = jnp.asarray(np.stack(bounds, axis=-1).swapaxes(0, 1).astype(np.int32))[shard]
-    rows = lookup(ids, own, None if first is None else shards.columns)
+    if by_place:
+        room = [[0, shards.rows_per_shard[layer]] for layer in layers]
+        bounds = jnp.asarray(np.array(room, np.int32))
+    else:
+        bounds = _own_bounds(sharding, layers, first)
+    rows = lookup(ids, bounds, None if first is None else shards.columns)
     if not sharding.table_axes:
         return rows
     rows = _EXCHANGES[sharding.exchange](sharding, rows)
     return rows[:, :, : shards.n_hash_cols]
+
+
+def _own_bounds(sharding, layers, first):
+    """The first of this shard's rows, one past its last, and its first column."""
+    shards = sharding.shards
+    numbers = [shards.row_start[list(layers)], shards.row_end[list(layers)]]
+    if first is not None:
+        numbers.append(np.broadcast_to(first, numbers[0].shape))
+    # One table for all shards: one small operation picks this one's numbers.
+    table = np.stack(numbers, axis=-1).swapaxes(0, 1).astype(np.int32)
+    shard = lax.axis_index(sharding.table_axes) if sharding.table_axes else 0
+    return jnp.asarray(table)[shard]
+
+
+def _places(shards, ids, layers):
+    """The place of each id's row in its column's shard; -1 where it has none there."""
+    shard = np.arange(shards.n_hash_cols) // shards.columns
+    start, end = (
+        rows[list(layers)][:, shard].astype(np.int32)
+        for rows in (shards.row_start, shards.row_end)
+    )
+    return jnp.where((ids >= start) & (ids < end), ids - start, kernels.OUTSIDE)
 
 
 def _served_ids(sharding, ids, served):

@@ -22,6 +22,7 @@ from mesh_cases import (
     sharded,
     stack24,
 )
+from prefetch_cases import mapped
 from tolerances import assert_within
 
 from engram_jax import ParallelEngramEmbedding, kernels, mxfp8
@@ -124,6 +125,8 @@ EXCHANGES = [
     ((5, 1), {}, {AG: 1}),
     ((1, 4), {}, {AG: 1, A2A: 1}),
     ((1, 4), {"ids_exchange": "all_to_all"}, {A2A: 2}),
+    ((1, 5), {"ids_exchange": "all_to_all"}, {A2A: 2}),
+    ((2, 2), {"ids_exchange": "all_to_all", "exchange": "all_gather"}, {AG: 1, A2A: 1}),
     ((1, 4), {"exchange": "all_gather", "row_format": "bfloat16"}, {AG: 2}),
     ((2, 3), {}, {AG: 2, A2A: 1}),
     ((2, 3), {"spread": False}, {AG: 1}),
@@ -164,6 +167,20 @@ def test_exchanges_bring_exact_rows_by_the_collectives_they_name(
     np.testing.assert_array_equal(got, wanted)
     assert not np.asarray(rows[13:]).any()  # padding reads as zeros
     assert counts(hlo) == expected
+
+
+@pytest.mark.parametrize("ids_exchange", ["all_gather", "all_to_all"])
+def test_ids_of_no_row_of_their_column_read_as_zeros(tables, ids_exchange):
+    """Pitfall: such an id is no place in the shard that holds its column either."""
+    sharding = EngramSharding.on(mesh(1, 4), LAYOUT, ids_exchange=ids_exchange)
+    ids = np.array(column_ids(LAYOUT, 8))
+    outside = np.resize([-1, -(2**31), 2**31 - 1, LAYOUT.num_rows[0] * 8], 12)
+    ids[:, 0, ::2] = outside
+    rows, _ = compile_fetch(sharding, tables, jnp.asarray(ids))
+    assert not np.asarray(rows)[:, 0, ::2].any()
+    wanted = packed_rows(tables, column_ids(LAYOUT, 8))
+    wanted[:, 0, ::2] = 0
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def test_float_tables_keep_every_bit(tables):
@@ -262,6 +279,21 @@ def test_tables_in_pinned_host_memory_are_cut_too(tables, cut):
     assert spread[0].weight[...].sharding.memory_kind == "pinned_host"
     rows, _ = compile_fetch(sharding, pinned, ids)
     np.testing.assert_array_equal(np.asarray(rows)[:6], packed_rows(tables, ids))
+
+
+def test_tables_in_files_are_read_by_id_however_ids_come(tables, tmp_path):
+    """Pitfall: a device's shard has places, a whole file has ids."""
+    make = mapped(tmp_path)
+    files = [
+        ParallelEngramEmbedding.from_storage(
+            make(number, np.asarray(table.weight[...]), np.asarray(table.scale[...]))
+        )
+        for number, table in enumerate(tables)
+    ]
+    sharding = EngramSharding.on(mesh(1, 4), LAYOUT, ids_exchange="all_to_all")
+    ids = column_ids(LAYOUT, 8)
+    rows, _ = compile_fetch(sharding, files, ids)
+    np.testing.assert_array_equal(rows, packed_rows(tables, ids))
 
 
 # --- Gradients ------------------------------------------------------------------------

@@ -232,11 +232,18 @@ def test_decode_step_compiles_for_four_h200s(
     ("shape", "choices"),
     [
         ((1, 2), {"exchange": "all_to_all"}),
+        ((1, 2), {"exchange": "all_to_all", "ids_exchange": "all_to_all"}),
         ((1, 2), {"exchange": "all_gather"}),
         ((2, 1), {"exchange": "all_gather"}),
         ((2, 1), {"exchange": "all_to_all", "sequence_parallel": True}),
     ],
-    ids=["dp-all_to_all", "dp-all_gather", "tp-all_gather", "sp-all_to_all"],
+    ids=[
+        "dp-all_to_all",
+        "dp-ids-too",
+        "dp-all_gather",
+        "tp-all_gather",
+        "sp-all_to_all",
+    ],
 )
 def test_a_collective_s_rows_are_moved_once_on_each_side(
     v41, library_errors, shape, choices
@@ -269,6 +276,11 @@ def test_a_collective_s_rows_are_moved_once_on_each_side(
     # Every device reads its columns of the ids where they lie: beside its number and
     # its bounds (while the ids travel) nothing runs before the rows are read.
     before = steps_of(hlo)[: steps_of(hlo).index("custom-call")]
-    gathered = ["all-gather-start"] if shape[1] > 1 else []
-    done = ["all-gather-done"] if shape[1] > 1 else []
-    assert before == [*gathered, "partition-id", "fusion", *done]
+    own = ["partition-id", "fusion"]
+    if "ids_exchange" in choices:
+        # None has to know its number, since senders know whom they send to.
+        assert before == ["fusion", "all-to-all"]
+    elif shape[1] > 1:
+        assert before == ["all-gather-start", *own, "all-gather-done"]
+    else:
+        assert before == own

@@ -4,6 +4,7 @@ from .dispatch import Backend as Backend
 from .dispatch import device_reason as device_reason
 from .gate import gate as gate
 from .gate import gate_values as gate_values
+from .ids import OUTSIDE as OUTSIDE
 from .ids import narrow_ids as narrow_ids
 from .lookup import lookup as lookup
 from .lookup import lookup_layers as lookup_layers
