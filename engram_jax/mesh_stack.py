@@ -43,12 +43,37 @@ class Hashed(NamedTuple):
         token_mask: which tokens are alive.
         slot_cache: the new slot cache, or None.
         rows: each layer's rows, where one kernel hashes and reads; else None.
+        lookback: the windows after the batch and their dead mask, if asked for.
     """
 
     hashes: Int32[Array, "T L C"]
     token_mask: Bool[Array, " T"]
     slot_cache: Any
     rows: tuple[kernels.OrderedRows, ...] | None
+    lookback: tuple[Any, Any] | None
+
+
+def advance_lookback(
+    hash_state: NgramHashState, operands: Mapping[str, Any], written: Any = None
+) -> tuple[Int32[Array, "R n_minus_1"], Bool[Array, "R n_minus_1"]]:
+    """Move a batch's windows past it, but for what a kernel has written already.
+
+    Args:
+        hash_state: what hashes the batch.
+        operands: of `NgramHashState.operands`, with lookback windows.
+        written: as `kernels.ngram_rows` gives them, or None.
+
+    Returns:
+        As `NgramHashState.advance_lookback`. Inside jit nothing is left of what the
+        caller does not use, or a kernel wrote.
+    """
+    names = "lookback_token_ids", "lookback_dead_mask", "input_ids", "query_start_loc"
+    windows, dead = hash_state.advance_lookback(
+        *(operands[name] for name in names), dead_mask=operands["dead_mask"]
+    )
+    if written is None:
+        return windows, dead
+    return written[0], dead if written[1] is None else written[1]
 
 
 def hash_on_mesh(
@@ -57,6 +82,7 @@ def hash_on_mesh(
     arguments: Mapping[str, Any],
     *,
     by_replica: bool = False,
+    advance: bool = False,
     tables: Sequence[Any] = (),
 ) -> Hashed:
     """Hash a batch on every device, or each replica's batch on its own devices.
@@ -71,14 +97,16 @@ def hash_on_mesh(
         arguments: those of `NgramHashState.__call__`, by name.
         by_replica: whether every array has a leading axis of replicas, one for each
             part of the data axes.
+        advance: whether to move the lookback windows past the batch.
         tables: `ParallelEngramEmbedding` of all layers, if the kernel that hashes may
             read their rows.
 
     Returns:
         Hashes [T, L, C], token mask [T], and the new slot cache or None; by replica,
         T counts the tokens of all replicas in order, laid out by `sharding.replica`,
-        and the cache keeps its leading axis. And rows, if they were read: laid out by
-        `sharding.rows`, on each device its own tokens padded to a multiple of 8.
+        and the cache keeps its leading axis, as windows do. And rows, if they were
+        read: laid out by `sharding.rows`, on each device its own tokens padded to a
+        multiple of 8.
 
     Raises:
         ValueError: as `NgramHashState.__call__`; or the replicas are not as many as
@@ -114,18 +142,26 @@ def hash_on_mesh(
         cache = operands["slot_cache"]
         if cache is not None and by_replica:
             cache = cache[None]
+        rows = lookback = None
         if reads_rows:
-            rows, mask = _read_rows(sharding, operands, peers, num_tokens, by_replica)
-            return hashes, mask, cache, rows
-        mask = local.token_mask(
-            arrays["input_ids"], arrays["query_start_loc"], arrays.get("dead_mask")
-        )
-        return hashes, mask, cache, None
+            rows, mask, lookback = _read_rows(
+                sharding, operands, peers, num_tokens, by_replica, advance
+            )
+        else:
+            mask = local.token_mask(
+                arrays["input_ids"], arrays["query_start_loc"], arrays.get("dead_mask")
+            )
+        if advance:
+            lookback = advance_lookback(local, operands, lookback)
+            if by_replica:
+                lookback = jax.tree.map(lambda x: x[None], lookback)
+        return hashes, mask, cache, rows, lookback
 
     spec = sharding.replica if by_replica else P()
     peers = peer_operands(tables) if reads_rows else None
     specs = (P(), spec, peer_specs(sharding) if reads_rows else P())
-    out_specs = (spec, sharding.rows if reads_rows else spec, spec, sharding.rows)
+    masks = sharding.rows if reads_rows else spec
+    out_specs = (spec, masks, spec, sharding.rows, spec)
     hashed = Hashed(*sharding.shard_map(body, specs, out_specs)(state, known, peers))
     mask = unpad_tokens(sharding, hashed.token_mask, num_tokens)
     return hashed._replace(token_mask=mask)
@@ -147,8 +183,8 @@ def _reads_rows(sharding, hash_state, tables, num_tokens, by_replica) -> bool:
     )
 
 
-def _read_rows(sharding, operands, peers, num_tokens, by_replica):
-    """Rows and mask of this device's own tokens, inside `shard_map`."""
+def _read_rows(sharding, operands, peers, num_tokens, by_replica, advance):
+    """Rows and mask of this device's own tokens, and windows, inside `shard_map`."""
     weights, scales, records = peers
     own, first = sharding.own_tokens(num_tokens), None
     cut = sharding.row_token_axes
@@ -164,6 +200,7 @@ def _read_rows(sharding, operands, peers, num_tokens, by_replica):
         records=[record[0] for record in records],
         first_token=first,
         num_tokens=own,
+        advance_lookback=advance,
     )
 
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from . import kernels
 from .arguments import Bools, Ints
@@ -18,9 +18,12 @@ from .exchange import fetch_rows
 from .hash_state import NgramHashState
 from .layer import Engram
 from .layout import EngramLayout
+from .mesh_stack import advance_lookback as advance_windows
 from .mesh_stack import hash_on_mesh
 from .sharding import EngramSharding
 from .staged_rows import StagedRows
+
+_Lookback = tuple[Int32[Array, "R n_minus_1"], Bool[Array, "R n_minus_1"]]
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +127,7 @@ class EngramStack(nnx.Module):
         *,
         dead_mask: Bools | None = None,
         slot_cache: None = None,
+        advance_lookback: Literal[False] = False,
         **history: Any,
     ) -> EngramBatch: ...
 
@@ -135,7 +139,21 @@ class EngramStack(nnx.Module):
         query_start_loc: Ints,
         *,
         dead_mask: Bools | None = None,
+        slot_cache: None = None,
+        advance_lookback: Literal[True],
+        **history: Any,
+    ) -> tuple[EngramBatch, _Lookback]: ...
+
+    @overload
+    def batch(
+        self,
+        input_ids: Ints,
+        positions: Ints,
+        query_start_loc: Ints,
+        *,
+        dead_mask: Bools | None = None,
         slot_cache: Int32[Array, " slots"],
+        advance_lookback: Literal[False] = False,
         **history: Any,
     ) -> tuple[EngramBatch, Int32[Array, " slots"]]: ...
 
@@ -147,8 +165,9 @@ class EngramStack(nnx.Module):
         *,
         dead_mask: Bools | None = None,
         slot_cache: Int32[Array, " slots"] | None = None,
+        advance_lookback: bool = False,
         **history: Any,
-    ) -> EngramBatch | tuple[EngramBatch, Int32[Array, " slots"]]:
+    ) -> EngramBatch | tuple[EngramBatch, Any]:
         """Hash a ragged batch for all layers; on a mesh, fetch their rows too.
 
         On a mesh the batch is that of all replicas together: every device hashes it,
@@ -161,13 +180,27 @@ class EngramStack(nnx.Module):
             query_start_loc: where each request's tokens start, and the end of the last.
             dead_mask: True for tokens that take part in no n-gram; their gate is shut.
             slot_cache: compressed ids by slot.
+            advance_lookback: whether to give the lookback windows after the batch, too,
+                as `NgramHashState.advance_lookback` moves them when all tokens are
+                kept. A decode step on a GPU then does so without a kernel of its own.
             **history: the other arguments of `NgramHashState.__call__`.
 
         Returns:
-            The batch; with a slot cache, that and the new cache.
+            The batch. With a slot cache, that and the new cache; with
+            `advance_lookback`, that and the new windows with their dead mask, int32
+            and bool [R, n-1]. Where no token is ever dead the mask may be dropped, and
+            inside jit costs nothing then.
 
         Raises:
-            ValueError: as `NgramHashState.__call__`.
+            ValueError: as `NgramHashState.__call__`; or windows shall advance and
+                there are none, or a slot cache remembers in their place.
+
+        Example:
+            A decode step of one token a request; see README.md for a whole loop:
+
+                batch, (window, _) = stack.batch(
+                    tokens, positions, np.arange(len(tokens) + 1),
+                    lookback_token_ids=window, advance_lookback=True)
         """
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
@@ -177,18 +210,21 @@ class EngramStack(nnx.Module):
             "slot_cache": slot_cache,
             **history,
         }
+        if advance_lookback:
+            _check_advances(arguments)
         if self.sharding is not None:
             hashed = hash_on_mesh(
                 self.sharding,
                 self.hash_state,
                 arguments,
+                advance=advance_lookback,
                 tables=self._tables_for_one_kernel(),
             )
             return self._fetch(self.sharding, *hashed)
         operands = self.hash_state.operands(**arguments)
         # Where the fused kernel runs nothing reads these, and jit leaves them out.
         hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
-        tables = self._tables_for_one_kernel()
+        tables, lookback = self._tables_for_one_kernel(), None
         weights = [table.weight[...] for table in tables]
         if weights and kernels.reads_at_once(
             weights,
@@ -198,11 +234,15 @@ class EngramStack(nnx.Module):
             backend=self.hash_state.backend,
         ):
             scales = [table.scale[...] for table in tables]
-            rows, mask = kernels.ngram_rows(weights, scales, **operands)
+            rows, mask, lookback = kernels.ngram_rows(
+                weights, scales, **operands, advance_lookback=advance_lookback
+            )
         else:
             rows = None
             mask = self.hash_state.token_mask(input_ids, query_start_loc, dead_mask)
         batch = EngramBatch(hashes, mask, rows)
+        if advance_lookback:
+            return batch, advance_windows(self.hash_state, operands, lookback)
         return batch if slot_cache is None else (batch, operands["slot_cache"])
 
     def _tables_for_one_kernel(self):
@@ -217,17 +257,19 @@ class EngramStack(nnx.Module):
             return []
         return tables
 
-    def replica_batch(self, **arguments: Any) -> Any:
+    def replica_batch(self, *, advance_lookback: bool = False, **arguments: Any) -> Any:
         """Hash each replica's own batch on its devices, and fetch the rows of all.
 
         Args:
-            **arguments: those of `batch`, each with a leading axis of replicas, as
+            advance_lookback: as of `batch`.
+            **arguments: the others of `batch`, each with a leading axis of replicas, as
                 `pad_replicas` makes them; it pads all to one slot. `block_size` has
                 none, and `init_slot_cache` makes `slot_cache`.
 
         Returns:
             The `EngramBatch` of all replicas' tokens in order, T = replicas * slot;
-            with slot caches, that and the new ones.
+            with slot caches, that and the new ones; with `advance_lookback`, that and
+            the new windows with their dead mask [replicas, R, n-1].
 
         Raises:
             ValueError: the stack lies on one device, or as `batch`.
@@ -237,16 +279,21 @@ class EngramStack(nnx.Module):
                 "replica_batch needs a stack on a mesh (EngramStack.shard, or "
                 "load_engram with mesh=...); on one device use batch"
             )
+        if advance_lookback:
+            _check_advances(arguments)
         hashed = hash_on_mesh(
             self.sharding,
             self.hash_state,
             arguments,
             by_replica=True,
+            advance=advance_lookback,
             tables=self._tables_for_one_kernel(),
         )
         return self._fetch(self.sharding, *hashed)
 
-    def _fetch(self, sharding, hashes, mask, slot_cache=None, rows=None) -> Any:
+    def _fetch(
+        self, sharding, hashes, mask, slot_cache=None, rows=None, lookback=None
+    ) -> Any:
         if rows is None:
             tables = [layer.embedding for layer in self._layers]
             wanted = hashes
@@ -255,7 +302,8 @@ class EngramStack(nnx.Module):
                 wanted = jnp.where(mask[:, None, None], hashes, -1)
             rows = fetch_rows(sharding, tables, wanted)
         batch = EngramBatch(hashes, mask, rows)
-        return batch if slot_cache is None else (batch, slot_cache)
+        remembered = slot_cache if lookback is None else lookback
+        return batch if remembered is None else (batch, remembered)
 
     def init_slot_cache(
         self, num_slots: int, *, replicas: bool = False
@@ -387,6 +435,20 @@ class EngramStack(nnx.Module):
             raise KeyError(
                 f"layer {layer_id} has no Engram; layers {self.config.layer_ids} do"
             )
+
+
+def _check_advances(arguments) -> None:
+    """Refuse to advance windows that are not there, or that nothing needs."""
+    if arguments.get("slot_cache") is not None:
+        raise ValueError(
+            "advance_lookback is True and a slot_cache is given, which remembers the "
+            "earlier tokens already; leave out one of the two"
+        )
+    if arguments.get("lookback_token_ids") is None:
+        raise ValueError(
+            "advance_lookback is True, but lookback_token_ids is missing; "
+            "hash_state.init_lookback makes windows for requests at their first token"
+        )
 
 
 def _check_parts(config, layout, layers) -> None:

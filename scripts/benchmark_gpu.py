@@ -388,9 +388,14 @@ def step_suite() -> Iterator[Result]:
 
     def step(state, hidden, window, tokens, positions, starts):
         stack = merge(state)
-        batch = stack.batch(tokens, positions, starts, lookback_token_ids=window)
         # Text alone: no token is dead, so the windows need no mask.
-        window, _ = stack.hash_state.advance_lookback(window, None, tokens, starts)
+        batch, (window, _) = stack.batch(
+            tokens,
+            positions,
+            starts,
+            lookback_token_ids=window,
+            advance_lookback=True,
+        )
         return _run_layers(stack, hidden, batch), window
 
     for tokens in (1, 16):

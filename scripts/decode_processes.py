@@ -214,8 +214,13 @@ def make_decoding(
     def step(leaves, carry):
         stack = parts.merge(leaves)
         ids, positions, window, dead = carry
-        batch = stack.batch(
-            ids, positions, starts, lookback_token_ids=window, lookback_dead_mask=dead
+        batch, (window, dead) = stack.batch(
+            ids,
+            positions,
+            starts,
+            lookback_token_ids=window,
+            lookback_dead_mask=dead,
+            advance_lookback=True,
         )
         column = lax.broadcasted_iota(jnp.uint32, shape, 1) * shape[2]
         column += lax.broadcasted_iota(jnp.uint32, shape, 2)
@@ -228,7 +233,6 @@ def make_decoding(
         # A sum of integers is the same in any order.
         mixed = jnp.sum(bits * (2 * column + 1) * jnp.uint32(2654435761), (1, 2))
         following = ((mixed >> 8) % config.vocab_size).astype(jnp.int32)
-        window, dead = stack.hash_state.advance_lookback(window, dead, ids, starts)
         return following, positions + 1, window, dead
 
     compiled = jax.jit(step, donate_argnums=1, out_shardings=everywhere)

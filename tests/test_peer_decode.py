@@ -23,6 +23,7 @@ from test_peer_read import fetch_by_address
 from engram_jax import EngramSharding, kernels, mxfp8
 from engram_jax.hash_state import compressed_or_dead
 from engram_jax.kernels import wkv_pallas
+from engram_jax.mesh_stack import advance_lookback as advance_windows
 from engram_jax.mesh_stack import pad_replicas
 
 LAYOUT = stack24().layout
@@ -32,7 +33,8 @@ LAYOUT = stack24().layout
 def calls(monkeypatch):
     """Lets CPU devices pass for GPUs; lists the stand-in's tokens, and whether a part.
 
-    A token's rows come padded to a multiple of 8 tokens, the padding NaN.
+    A token's rows come padded to a multiple of 8 tokens, the padding NaN. Windows' ids
+    come with 1,000 added, and with a dead mask only where one was given.
     """
     found = []
 
@@ -45,12 +47,17 @@ def calls(monkeypatch):
         rows_per_shard,
         first_token,
         num_tokens,
+        advance_lookback,
         **batch,
     ):
         assert len(weights) == len(scales) == len(records)
         width, ids = weights[0].shape[1], batch["input_ids"]
         found.append((num_tokens, first_token is not None))
-        hashes = kernels.ngram_hash(**batch, backend="xla")
+        hashes, windows = kernels.ngram_hash(**batch, backend="xla"), None
+        if advance_lookback:
+            windows, dead = advance_windows(stack24().hash_state, batch)
+            masks = batch["dead_mask"], batch["lookback_dead_mask"]
+            windows = windows + 1000, None if masks == (None, None) else dead
         alive = compressed_or_dead(ids, batch["dead_mask"], batch["token_map"]) >= 0
         alive &= jnp.arange(len(ids)) < batch["query_start_loc"][-1]
         first = 0 if first_token is None else first_token[0]
@@ -72,12 +79,16 @@ def calls(monkeypatch):
             wkv_pallas.permute_columns(rows[:, layer].reshape(num_tokens, -1))
             for layer in range(len(weights))
         )
-        return tuple(
-            kernels.OrderedRows(
-                jnp.pad(x, padding, constant_values=jnp.nan), num_tokens
-            )
-            for x in ordered
-        ), alive
+        return (
+            tuple(
+                kernels.OrderedRows(
+                    jnp.pad(x, padding, constant_values=jnp.nan), num_tokens
+                )
+                for x in ordered
+            ),
+            alive,
+            windows,
+        )
 
     def peer_lookup(weights, scales, records, ids, *, packed, **cut):
         assert len(weights) == len(scales)
@@ -181,6 +192,35 @@ def test_a_slot_cache_is_written_once(calls):
     assert calls == [(8, False)]
     chex.assert_trees_all_equal(found, wanted)
     assert (np.asarray(found[-1]) >= 0).any()
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "exchange"),
+    [((2, 1), "peer_read"), ((1, 2), "peer_read"), ((2, 2), "all_gather")],
+)
+def test_windows_move_with_the_batch_on_every_device(calls, shape, exchange, masks):
+    """By replica, too; where the kernel gives them those are taken."""
+    sharding = EngramSharding.on(mesh(*shape), LAYOUT, exchange=exchange)
+    stack, state = stack24().shard(sharding), stack24().hash_state
+    added = 1000 if exchange == "peer_read" else 0
+    batches = [ragged(6, seed=seed) for seed in range(shape[1])]
+    wanted = []
+    for batch in batches:
+        if not masks:
+            del batch["dead_mask"]
+        windows, dead = advance_windows(state, state.operands(**batch))
+        wanted.append((windows + added, dead))
+    place: Any = {"advance_lookback": True}
+    moved = jax.jit(lambda **batch: stack.batch(**batch, **place)[1])(**batches[0])
+    chex.assert_trees_all_equal(moved, wanted[0])
+    assert moved[0].sharding.is_fully_replicated
+    padded = pad_replicas(batches)
+    moved = jax.jit(lambda **batch: stack.replica_batch(**batch, **place)[1])(**padded)
+    chex.assert_trees_all_equal(moved, jax.tree.map(lambda *x: jnp.stack(x), *wanted))
+    assert len(calls) == (2 if added else 0)
+    with pytest.raises(ValueError, match="lookback_token_ids is missing"):
+        stack.replica_batch(**pad_replicas([None] * shape[1]), **place)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def test_the_serving_loop_compiles_once_and_remembers(names):
     np.testing.assert_array_equal(slots[written], token_map[ids])
 
 
+def test_the_decode_loop_moves_its_windows(names):
+    assert names["decode"]._cache_size() == 1
+    assert names["window"].tolist() == [[87763, 671, -1], [270, 14, -1]]
+
+
 def test_the_training_step_learns(names):
     losses = [float(loss) for loss in names["losses"]]
     assert losses == sorted(losses, reverse=True)

@@ -108,17 +108,20 @@ def kernels_of(hlo: str) -> list[str]:
     ("shape", "choices", "by_replica", "others"),
     [
         ((2, 1), {}, False, []),
+        ((2, 1), {"masks": False}, False, []),
         ((1, 2), {}, True, []),
         # The device's first token follows from its number.
         ((2, 1), {"sequence_parallel": True}, False, ["partition-id", "fusion"]),
         ((1, 2), {}, False, ["partition-id", "fusion"]),
     ],
-    ids=["tp", "dp-by-replica", "sp", "dp"],
+    ids=["tp", "tp-without-masks", "dp-by-replica", "sp", "dp"],
 )
 def test_a_decode_step_is_one_kernel_and_two_a_layer(
     v41, library_errors, shape, choices, by_replica, others
 ):
-    """As on one GPU: nothing else runs on any device."""
+    """As on one GPU: nothing else runs on any device, and windows move with it."""
+    choices = dict(choices)
+    masks = choices.pop("masks", True)
     config = EngramConfig.from_dict(v41["config"])
     layout = EngramLayout.from_config(config)
     sharding = EngramSharding.on(h200s(*shape), layout, **choices)
@@ -130,10 +133,11 @@ def test_a_decode_step_is_one_kernel_and_two_a_layer(
 
     def step(state, hidden, batch):
         stack = nnx.merge(graph, state)
-        batch = (stack.replica_batch if by_replica else stack.batch)(**batch)
+        make = stack.replica_batch if by_replica else stack.batch
+        batch, windows = make(**batch, advance_lookback=True)
         for layer_id in config.layer_ids:
             hidden = stack(layer_id, hidden, batch)
-        return hidden
+        return hidden, windows[: 1 + masks]
 
     replicas, lookback = (shape[1],) if by_replica else (), layout.max_ngram_size - 1
     spec = sharding.replica if by_replica else None
@@ -146,8 +150,9 @@ def test_a_decode_step_is_one_kernel_and_two_a_layer(
         "positions": array(jnp.int32, 16),
         "query_start_loc": array(jnp.int32, 17),
         "lookback_token_ids": array(jnp.int32, 16, lookback),
-        "lookback_dead_mask": array(jnp.bool_, 16, lookback),
     }
+    if masks:
+        batch["lookback_dead_mask"] = array(jnp.bool_, 16, lookback)
     shape = (16 * math.prod(replicas), config.hc_mult, config.hidden_size)
     hidden = struct(sharding, shape, jnp.bfloat16, sharding.tokens)
     with as_on(sharding.mesh):

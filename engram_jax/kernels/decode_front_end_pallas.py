@@ -6,14 +6,17 @@ row itself, reads 16 of its values and writes them where the FP8 projection expe
 them (`wkv_pallas.permute_columns`). Threads of a row repeat its hash, which costs
 nothing while the card is nearly empty; for many tokens the separate kernels are faster.
 Rows of tables that are cut over several GPUs come from their owners' memory, as in
-`peer_lookup_pallas`.
+`peer_lookup_pallas`. Where wanted, threads also move the lookback windows past the
+batch, which would be a kernel of its own.
 
 Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`; their pieces serve
 here.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +48,9 @@ from .ngram_hash_pallas import (
     close_window,
     layout_constants,
     layout_reason,
+    read,
     read_back,
+    read_byte,
     read_column,
     read_multipliers,
     roll,
@@ -156,6 +161,54 @@ def _move_piece(
         store(where + 16 * d, [four[d] for four in decoded], only_if=exists)
 
 
+def _read_advanced(refs: Refs, batch: Batch, entry: Word, exists: Predicate) -> Any:
+    """Read what an entry of the windows is after the batch: its id, whether dead."""
+    width = batch.depth - 1
+    request, column = entry // width, entry % width
+    start, end = (read(refs, "starts", request + i, exists) for i in range(2))
+    chunk = end - start
+    in_chunk, from_window = (
+        exists & column.compare(relation, chunk) for relation in ("slt", "sge")
+    )
+    token = (end - 1 - column).minimum(batch.tokens - 1)
+    before = (entry - chunk).minimum(batch.requests * width - 1)
+    new, old = (
+        read(refs, "ids", token, in_chunk),
+        read(refs, "lookback", before, from_window),
+    )
+    dead = read_byte(refs, "dead", token, in_chunk)
+    dead = new.compare("ult", batch.vocab).select(dead, 1)
+    old_dead = read_byte(refs, "lookback_dead", before, from_window)
+    return in_chunk.select(new, old), in_chunk.select(dead, old_dead)
+
+
+def _write_advanced(refs: Refs, entry: Word, advanced: Any, exists: Predicate) -> None:
+    """Write what `_read_advanced` gave; the mask only where there is one."""
+    id_, dead = advanced
+    store(address(refs["advanced"]) + entry.widen() * 4, [id_], only_if=exists)
+    if "advanced_dead" in refs:
+        mask = address(refs["advanced_dead"]) + entry.widen()
+        store(mask, [dead], width=8, only_if=exists)
+
+
+def _run_thread(
+    refs: Refs, batch: Batch, layer: Word, thread: Word, move: Callable[[], None]
+) -> None:
+    """Let a thread move a piece, and the first layer's also an entry of the windows.
+
+    The entry is read first, so that it waits for memory together with the piece.
+    """
+    if "advanced" not in refs:
+        move()
+        return
+    entries = batch.requests * (batch.depth - 1)
+    exists = layer.compare("eq", 0) & thread.compare("ult", entries)
+    entry = exists.select(thread, 0)
+    advanced = _read_advanced(refs, batch, entry, exists)
+    move()
+    _write_advanced(refs, entry, advanced, exists)
+
+
 def decode_front_end_pallas(
     weights: Sequence[jax.Array],
     scales: Sequence[jax.Array],
@@ -177,8 +230,9 @@ def decode_front_end_pallas(
     columns: int | None = None,
     rows_per_shard: tuple[int, ...] = (),
     num_tokens: int | None = None,
+    advance_lookback: bool = False,
     interpret: bool = False,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array, Any]:
     """Hash every token's n-grams and read their rows, for all layers.
 
     Equals, for each layer l, ``permute_columns(lookup(weights[l], scales[l],
@@ -208,13 +262,17 @@ def decode_front_end_pallas(
       rows_per_shard: With records, rows that a shard of each layer has room for.
       num_tokens: How many tokens' rows are wanted; None: T. Those past the batch's end
         are zeros.
+      advance_lookback: Whether to move the lookback windows, which must be given, past
+        the batch.
       interpret: Must be False; see `ngram_hash_pallas.INTERPRET_REASON`.
 
     Returns:
       One bfloat16 [`padded_tokens` (N), C * D] a layer, N = `num_tokens`, and which
       tokens are alive, bool [N]: of a request, and not dead. Rows from N on are not
       written and hold anything; the projection does not use what comes of them. Rows of
-      a table that is not where its record says are NaN.
+      a table that is not where its record says are NaN. Last the windows after the
+      batch, int32 [R, n - 1], and their dead mask, None where no mask was given; both
+      together None unless asked for.
     """
     tokens = input_ids.shape[0] if num_tokens is None else num_tokens
     reason = unsupported_reason(
@@ -227,9 +285,16 @@ def decode_front_end_pallas(
         (padded_tokens(tokens), layout.n_hash_cols * width), jnp.bfloat16
     )
     alive_type = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
-    if tokens == 0 or input_ids.shape[0] == 0 or query_start_loc.shape[0] < 2:
+    empty = tokens == 0 or input_ids.shape[0] == 0
+    if advance_lookback and (empty or lookback_token_ids is None):
+        lacks = "token" if empty else "window to advance"
+        raise NotImplementedError(f"decode_front_end_pallas: there is no {lacks}")
+    windows = (query_start_loc.shape[0] - 1, layout.max_ngram_size - 1)
+    if empty or windows[0] == 0:
         rows = tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
-        return rows, jnp.zeros(alive_type.shape, alive_type.dtype)
+        alive = jnp.zeros(alive_type.shape, alive_type.dtype)
+        ids, dead = (jnp.zeros(windows, dtype) for dtype in (jnp.int32, jnp.bool_))
+        return rows, alive, (ids, dead) if advance_lookback else None
     operands = batch_operands(
         input_ids,
         positions,
@@ -255,7 +320,15 @@ def decode_front_end_pallas(
         operands |= by_layer(record=records)
         tables = PeerTables(records[0].shape[0] - 1, columns, rows_per_shard)
         locate = functools.partial(find_row, tables=tables, width=width)
-    names = [*operands, *(f"out {layer}" for layer in range(layers)), "alive"]
+    out_types = {f"out {layer}": out_type for layer in range(layers)}
+    out_types["alive"] = alive_type
+    threads = tokens * layout.n_hash_cols * width // _PIECE
+    if advance_lookback:
+        threads = max(threads, math.prod(windows))
+        out_types["advanced"] = jax.ShapeDtypeStruct(windows, jnp.int32)
+        if {"dead", "lookback_dead"} & operands.keys():
+            out_types["advanced_dead"] = jax.ShapeDtypeStruct(windows, jnp.bool_)
+    names = [*operands, *out_types]
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -267,18 +340,24 @@ def decode_front_end_pallas(
         del ctx
         *buffers, layer, cta = arguments
         refs = dict(zip(names, buffers, strict=True))
-        piece = Word(cta.registers.item()) * WARPGROUP + thread_index()
+        thread = Word(cta.registers.item()) * WARPGROUP + thread_index()
         layer = Word(layer.registers.item())
-        _move_piece(refs, batch, layout, layer, piece, width, tokens, locate)
+        piece = functools.partial(
+            _move_piece, refs, batch, layout, layer, thread, width, tokens, locate
+        )
+        _run_thread(refs, batch, layer, thread, piece)
 
     def decode_front_end(*buffers):
         move(*buffers, lax.axis_index("layer"), lax.axis_index("cta"))
 
-    pieces = tokens * layout.n_hash_cols * width // _PIECE
-    *rows_out, alive = plgpu.kernel(
+    outs = plgpu.kernel(
         decode_front_end,
-        out_type=(*(out_type,) * layers, alive_type),
-        grid=(layers, -(-pieces // WARPGROUP)),
+        out_type=tuple(out_types.values()),
+        grid=(layers, -(-threads // WARPGROUP)),
         grid_names=("layer", "cta"),
     )(*operands.values())
-    return tuple(rows_out), alive
+    named = dict(zip(out_types, outs, strict=True))
+    advanced = None
+    if advance_lookback:
+        advanced = named["advanced"], named.get("advanced_dead")
+    return tuple(outs[:layers]), named["alive"], advanced

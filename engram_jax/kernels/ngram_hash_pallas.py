@@ -165,7 +165,7 @@ def unsupported_reason(
 # ---- inside the kernel ---------------------------------------------------------------
 
 
-def _read(
+def read(
     refs: Refs,
     name: str,
     index: Word,
@@ -173,6 +173,7 @@ def _read(
     *,
     width: int = 32,
 ) -> Word:
+    """Read an operand's element by its index, zero where `only_if` is false."""
     where = address(refs[name]) + index.widen() * (width // 8)
     return load(where, width=width, only_if=only_if)[0]
 
@@ -186,7 +187,7 @@ def _find_request(
     Eight-way search: three dependent reads for 512 requests where halving takes nine.
     """
     request, step = Word.of(0), 1
-    start = _read(refs, "starts", request)
+    start = read(refs, "starts", request)
     while step * 8 <= batch.requests:
         step *= 8
     while step:
@@ -194,10 +195,10 @@ def _find_request(
         if step * 8 > batch.requests:  # the first round, which begins at request 0
             ends = ends[: batch.requests // step]
         exist = [end.compare("ule", batch.requests) for end in ends]
-        read = [
-            _read(refs, "starts", *probe) for probe in zip(ends, exist, strict=True)
+        found = [
+            read(refs, "starts", *probe) for probe in zip(ends, exist, strict=True)
         ]
-        for end, exists, value in zip(ends, exist, read, strict=True):
+        for end, exists, value in zip(ends, exist, found, strict=True):
             passed = exists & value.compare("sle", token)
             request, start = passed.select(end, request), passed.select(value, start)
         step //= 8
@@ -205,11 +206,11 @@ def _find_request(
     return request, token - start, owned
 
 
-def _read_byte(refs: Refs, name: str, index: Word, only_if: Predicate) -> Word:
+def read_byte(refs: Refs, name: str, index: Word, only_if: Predicate) -> Word:
     """Read a mask's byte; an absent mask is all zeros."""
     if name not in refs:
         return Word.of(0)
-    return _read(refs, name, index, only_if, width=8)
+    return read(refs, name, index, only_if, width=8)
 
 
 def _cached(
@@ -218,12 +219,12 @@ def _cached(
     """Read what the slot cache holds of an earlier position."""
     column = position // batch.block_size
     wanted &= position.compare("sge", 0) & column.compare("ult", batch.blocks)
-    block = _read(refs, "block_table", request * batch.blocks + column, wanted)
+    block = read(refs, "block_table", request * batch.blocks + column, wanted)
     # As unsigned numbers, negative blocks are too large as well.
     wanted &= block.compare("ule", (batch.slots - 1) // batch.block_size)
     slot = block * batch.block_size + position % batch.block_size
     wanted &= slot.compare("ult", batch.slots)
-    return wanted.select(_read(refs, "slot_cache", slot, wanted), _UNKNOWN)
+    return wanted.select(read(refs, "slot_cache", slot, wanted), _UNKNOWN)
 
 
 def read_back(
@@ -244,21 +245,21 @@ def read_back(
     """
     # Read level by level, each level for all places before any of the next: a thread
     # waits once for each of batch and request, lookback window, token map.
-    position, zero = _read(refs, "positions", token), Word.of(0)
+    position, zero = read(refs, "positions", token), Word.of(0)
     ids, marks = [], []
     for back in places:
         before = token - back
         there = before.compare("sge", 0)
-        ids.append(_read(refs, "ids", before, there))
-        marks.append(_read_byte(refs, "dead", before, there))
+        ids.append(read(refs, "ids", before, there))
+        marks.append(read_byte(refs, "dead", before, there))
     request, place, owned = _find_request(refs, batch, token)
     earlier = [owned & back.compare("sgt", place) for back in places]
     for i, back in enumerate(places):
         id_, mark = Word.of(-1), zero
         if "lookback" in refs:
             index = request * (batch.depth - 1) + (back - place - 1)  # 0: the nearest
-            id_ = _read(refs, "lookback", index, earlier[i])
-            mark = _read_byte(refs, "lookback_dead", index, earlier[i])
+            id_ = read(refs, "lookback", index, earlier[i])
+            mark = read_byte(refs, "lookback_dead", index, earlier[i])
         ids[i] = earlier[i].select(id_, ids[i])
         marks[i] = earlier[i].select(mark, marks[i])
     values = []
@@ -266,7 +267,7 @@ def read_back(
         alive = mark.compare("eq", 0)
         is_token = alive & id_.compare("ult", batch.vocab)
         unknown = past & alive & id_.compare("eq", -1)
-        value = is_token.select(_read(refs, "token_map", id_, is_token), _DEAD)
+        value = is_token.select(read(refs, "token_map", id_, is_token), _DEAD)
         at = position - back
         if "slot_cache" in refs:
             value = unknown.select(_cached(refs, batch, request, at, unknown), value)

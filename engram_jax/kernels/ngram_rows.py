@@ -72,8 +72,9 @@ def ngram_rows(
     rows_per_shard: Sequence[int] = (),
     first_token: Int32[Array, "1"] | None = None,
     num_tokens: int | None = None,
+    advance_lookback: bool = False,
     **batch: Any,
-) -> tuple[tuple[OrderedRows, ...], Bool[Array, " N"]]:
+) -> tuple[tuple[OrderedRows, ...], Bool[Array, " N"], Any]:
     """Hash every token's n-grams and read their rows, for all layers.
 
     `rows_l = lookup(weights[l], scales[l], ngram_hash(..)[:, l])`, in the order in
@@ -98,14 +99,19 @@ def ngram_rows(
         first_token: the first token whose rows are wanted; None takes the batch's.
         num_tokens: how many tokens' rows are wanted, N; None takes all, T. Those past
             the batch's end are zeros.
+        advance_lookback: whether the kernel also moves the lookback windows past the
+            batch, as `NgramHashState.advance_lookback` does.
         **batch: the other arguments of `ngram_hash`, which
             `NgramHashState.operands` makes.
 
     Returns:
-        Each layer's rows, and which tokens are alive (of a request, and not dead).
+        Each layer's rows; which tokens are alive (of a request, and not dead); and the
+        advanced windows, int32 [R, n-1], with their dead mask, bool [R, n-1], or None
+        where no dead mask was given. None in place of both unless asked for.
 
     Raises:
-        NotImplementedError: there is no such kernel; ask `reads_at_once` first.
+        NotImplementedError: there is no such kernel (ask `reads_at_once` first), or no
+            window to advance.
 
     """
     from . import decode_front_end_pallas  # here, since importing Pallas takes a second
@@ -119,12 +125,13 @@ def ngram_rows(
         columns=columns,
         rows_per_shard=tuple(rows_per_shard),
         num_tokens=num_tokens,
+        advance_lookback=advance_lookback,
     )
-    rows, alive = jax.custom_batching.sequential_vmap(kernel)(
+    rows, alive, advanced = jax.custom_batching.sequential_vmap(kernel)(
         tuple(weights),
         tuple(scales),
         *(batch.get(name) for name in _NAMES),
         None if records is None else tuple(records),
         first_token,
     )
-    return tuple(OrderedRows(values, tokens) for values in rows), alive
+    return tuple(OrderedRows(values, tokens) for values in rows), alive, advanced

@@ -61,6 +61,22 @@ def hashes(tokens: int, backend: kernels.Backend) -> jax.Array:
     return state(**ragged_batch(tokens))
 
 
+def same_windows(found, tokens: int) -> None:
+    """Compares windows and mask after a batch of `small_stack.CONFIG`."""
+    batch = ragged_batch(tokens)
+    with on_cpu():
+        state = NgramHashState(EngramLayout.from_config(CONFIG), token_map())
+        wanted = state.advance_lookback(
+            batch["lookback_token_ids"],
+            None,
+            batch["input_ids"],
+            batch["query_start_loc"],
+            dead_mask=batch["dead_mask"],
+        )
+        for part, other in zip(found, wanted, strict=True):
+            same(part, other)
+
+
 def ngram_hash() -> None:
     """Hashes batches of one and of several blocks."""
     for tokens in (3, 70, 600):
@@ -118,7 +134,8 @@ def decode_front_end() -> None:
     """Hashes and reads the rows of both layers at once."""
     stack = wide_stack()
     for tokens in (2, 19, 64):
-        batch = stack.batch(**ragged_batch(tokens))
+        batch, windows = stack.batch(**ragged_batch(tokens), advance_lookback=True)
+        same_windows(windows, tokens)
         assert batch.rows is not None, "the fused kernel did not run"
         with on_cpu():
             ids = hashes(tokens, "xla")
@@ -187,7 +204,7 @@ def peer_decode() -> None:
         state = wide_stack().hash_state
         given = ragged_batch(tokens)
         batch = state.operands(**given)
-        rows, alive = kernels.ngram_rows(
+        rows, alive, windows = kernels.ngram_rows(
             weights,
             scales,
             **batch,
@@ -195,7 +212,9 @@ def peer_decode() -> None:
             records=records,
             first_token=None if first is None else jnp.array([first], jnp.int32),
             num_tokens=count,
+            advance_lookback=True,
         )
+        same_windows(windows, tokens)
         part = slice(first or 0, tokens if count is None else (first or 0) + count)
         with on_cpu():
             ids = hashes(tokens, "xla")[part]
