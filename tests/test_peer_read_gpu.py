@@ -65,6 +65,20 @@ def fetch_of(sharding, parts):
     return fetch, state
 
 
+def check_rows(fetch, state, tables, row_format, counts_of_tokens):
+    """Compares fetched rows with the tables', and padding with zeros."""
+    for tokens in counts_of_tokens:
+        ids = column_ids(LAYOUT, tokens, seed=tokens)
+        wanted = packed_rows(tables, ids)
+        if row_format == "bfloat16":
+            wanted = np.asarray(mxfp8.dequantize(*mxfp8.unpack(jnp.asarray(wanted))))
+        rows = np.asarray(fetch(state, ids))
+        np.testing.assert_array_equal(
+            rows[:tokens].view(np.uint8), wanted.view(np.uint8)
+        )
+        assert not rows[tokens:].any()
+
+
 @pytest.mark.parametrize("row_format", ["packed", "bfloat16"])
 @pytest.mark.parametrize("cut", ["heads", "rows"])
 @pytest.mark.parametrize(
@@ -79,16 +93,7 @@ def test_rows_are_those_of_one_gpu(tables, shape, choices, cut, row_format):
     )
     assert sharding.exchange_for(1) == "peer_read"  # chosen, not asked for
     fetch, state = fetch_of(sharding, sharded(tables, sharding))
-    for tokens in (1, 13, 1001):
-        ids = column_ids(LAYOUT, tokens, seed=tokens)
-        wanted = packed_rows(tables, ids)
-        if row_format == "bfloat16":
-            wanted = np.asarray(mxfp8.dequantize(*mxfp8.unpack(jnp.asarray(wanted))))
-        rows = np.asarray(fetch(state, ids))
-        np.testing.assert_array_equal(
-            rows[:tokens].view(np.uint8), wanted.view(np.uint8)
-        )
-        assert not rows[tokens:].any()
+    check_rows(fetch, state, tables, row_format, (1, 13, 1001))
     compiled = fetch.lower(state, column_ids(LAYOUT, 8)).compile()
     assert not counts(compiled.as_text())
 
@@ -298,13 +303,4 @@ def test_a_collective_s_rows_are_those_of_one_gpu(
         mesh(*shape), LAYOUT, exchange=exchange, row_format=row_format, **choices
     )
     fetch, state = fetch_of(sharding, sharded(tables, sharding))
-    for tokens in (2, 13, 1001):
-        ids = column_ids(LAYOUT, tokens, seed=tokens)
-        wanted = packed_rows(tables, ids)
-        if row_format == "bfloat16":
-            wanted = np.asarray(mxfp8.dequantize(*mxfp8.unpack(jnp.asarray(wanted))))
-        rows = np.asarray(fetch(state, ids))
-        np.testing.assert_array_equal(
-            rows[:tokens].view(np.uint8), wanted.view(np.uint8)
-        )
-        assert not rows[tokens:].any()
+    check_rows(fetch, state, tables, row_format, (2, 13, 1001))
