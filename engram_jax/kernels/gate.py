@@ -11,8 +11,10 @@ from jaxtyping import Array, BFloat16, Bool, Float
 
 from .dispatch import Backend, kernel_with_xla_gradient, resolve_backend
 
-# Over fewer elements XLA's CPU compiler sums in another order.
-_MIN_ELEMENTS = 4096
+# Over fewer elements XLA's CPU compiler sums in another order: in JAX 0.11 below 4,096,
+# in JAX 0.12 on a processor with AVX-512 below 16,384. (There, V4.1's width has yet
+# another order from some hundred tokens on.)
+_MIN_ELEMENTS = 16384
 
 
 def _plain_inverse_rms(x, eps):
@@ -68,8 +70,8 @@ def gate_values(
     """
     tokens, streams, width = hidden.shape
     f32 = jnp.float32
-    # The same sums at every T, so that a token decoded alone gets the gate that it gets
-    # in a prefill, to the last bit.
+    # The same sums at every T where that can be had, so that a token decoded alone gets
+    # the gate that it gets in a prefill, to the last bit.
     missing = max(-(-_MIN_ELEMENTS // max(streams * width, 1)) - tokens, 0)
     hidden = jnp.pad(hidden.astype(f32), ((0, missing), (0, 0), (0, 0)))
     keys = jnp.pad(kv[:, : streams * width], ((0, missing), (0, 0)))
