@@ -90,7 +90,8 @@ def trace(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
             does nothing else.
 
     Returns:
-        What each ran; None where there is no GPU, or no profiler for it (said once).
+        What each ran; None where there is no GPU, or its timelines do not fit the
+        calls, which is said.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -100,10 +101,9 @@ def trace(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
         counts = [len(timeline) for timeline in timelines]
         print(
             f"the profiler's timelines do not fit {len(calls)} calls: {counts} events; "
-            "kernel times without saying of which GPU instead",
+            "no kernel times",
             flush=True,
         )
-        runs = _trace_together(calls)
     return runs
 
 
@@ -171,34 +171,6 @@ def split_runs(timelines: list[list[Event]], count: int) -> list[Run] | None:
             for device in range(len(timelines))
         ]
         runs.append(Run(tuple(events for events in devices if events)))
-    return runs
-
-
-def _trace_together(calls: Sequence[Callable[[], Any]]) -> list[Run] | None:
-    """Time kernels without knowing their GPU: an even share for each of a call's."""
-    profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
-    library = getattr(profiler, "mosaic_gpu_lib", None)
-    if library is None:
-        return None
-    cupti = library._mosaic_gpu_ext
-    runs = []
-    try:
-        for call in calls:
-            cupti._cupti_init()
-            try:
-                result = jax.block_until_ready(call())
-            finally:
-                times = cupti._cupti_get_timings(True)
-            if not times:
-                return None
-            # Not of all that the machine has: a call may leave some of them alone.
-            arrays = jax.tree.leaves(result)
-            gpus = len(set().union(*(array.devices() for array in arrays)))
-            shares = (Event(name, 0.0, 1e3 * ms / gpus) for name, ms in times)
-            runs.append(Run((tuple(shares),)))
-    except RuntimeError as error:  # CUPTI's own, such as that another one uses it
-        print(f"no kernel times: {error}", flush=True)
-        return None
     return runs
 
 

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(
             if isinstance(item, pytest.DoctestItem) and (
                 item.path.name == "torch_interop.py"
             ):
-                item.add_marker(pytest.mark.skip("PyTorch is not installed"))
+                item.add_marker(pytest.mark.skip(reason="PyTorch is not installed"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         config.hook.pytest_deselected(items=marked)
@@ -97,7 +97,7 @@ def run(backend: str) -> Callable[..., Any]:
         except NotImplementedError as error:
             if backend == "xla":
                 raise
-            pytest.skip(str(error))
+            pytest.skip(reason=str(error))
 
     return call
 

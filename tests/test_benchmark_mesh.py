@@ -16,7 +16,6 @@ import mesh_stacks
 import numpy as np
 import pytest
 from device_times import Event
-from jax.sharding import PartitionSpec as P
 from measured_programs import Program, Times
 from mesh_cases import mesh
 
@@ -147,22 +146,6 @@ def test_timelines_that_do_not_fit_are_said(monkeypatch, capsys):
     add = jax.jit(lambda x: x + 1)
     assert device_times.trace([lambda: add(1.0)] * 2) is None
     assert "do not fit 2 calls: [] events" in capsys.readouterr().out
-
-
-def test_kernels_are_shared_out_over_the_gpus_of_their_call(monkeypatch):
-    """Pitfall: two of a machine's eight GPUs had a quarter of their kernels' time."""
-    cupti = types.SimpleNamespace(
-        _cupti_init=lambda: None,
-        _cupti_get_timings=lambda finalize: [("a", 0.03), ("b", 0.01)],
-    )
-    library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
-    profiler = types.SimpleNamespace(mosaic_gpu_lib=library)
-    monkeypatch.setattr(device_times.importlib, "import_module", lambda _: profiler)
-    spread = jax.device_put(jnp.zeros(4), jax.sharding.NamedSharding(mesh(2, 1), P()))
-    alone = jnp.zeros(4)
-    runs = device_times._trace_together([lambda: spread, lambda: (alone, alone)])
-    assert runs is not None
-    assert [run.sums for run in runs] == [[20.0], [40.0]]
 
 
 def test_without_counters_the_reason_is_known():

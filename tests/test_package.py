@@ -177,6 +177,7 @@ def test_imports_keep_to_their_places(path):
     """PyTorch and Pallas have one place each, JAX's private modules none."""
     name = str(path.relative_to(ROOT))
     for module in imported_modules(path):
+        # Named here only, to forbid it.
         assert not is_within(module, "jax._src"), module
         if is_within(module, "torch"):
             assert name == "torch_interop.py", module

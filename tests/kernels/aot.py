@@ -35,7 +35,8 @@ def hopper_mesh(devices: int = 1) -> jax.sharding.Mesh:
             topology=f"1x1x{devices}",
         )
     except Exception as error:  # the plugin's absence shows as one of several types
-        pytest.skip(f"no CUDA compiler plugin (pip install jax-cuda12-plugin): {error}")
+        reason = f"no CUDA compiler plugin (pip install jax-cuda12-plugin): {error}"
+        pytest.skip(reason=reason)
     return topologies.make_mesh(
         topo=topology, mesh_shape=(devices,), axis_names=("device",)
     )

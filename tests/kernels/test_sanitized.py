@@ -26,7 +26,7 @@ def test_small_launches_are_right(kernel):
 def test_sanitizer_finds_nothing(kernel, tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
-        pytest.skip("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+        pytest.skip(reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")
     done = subprocess.run(
         [
             *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
