@@ -134,13 +134,17 @@ def check(options: argparse.Namespace, axes: dict[str, int]) -> int:
         f"{sum(layout.num_rows):,} rows, {on_each / 1e9:.1f} GB on each of {here.label}"
     )
     before = [_memory(device) for device in here.mesh.devices.flat]
-    stack = here.stack(first, expanded=False)
-    jax.block_until_ready(jax.tree.leaves(mesh_stacks.Step.of(stack).leaves))
+    # Before anything else is made, which would count as the tables' memory.
+    tables = [
+        mesh_stacks.make_table(config, layout, layer, first)
+        for layer in range(config.num_layers)
+    ]
+    jax.block_until_ready(tables)
     filled = time.perf_counter() - begin
     held = sum(
         part.data.nbytes
-        for layer in stack.layers.values()
-        for array in (layer.embedding.weight[...], layer.embedding.scale[...])
+        for arrays in tables
+        for array in arrays
         for part in array.addressable_shards
     )
     say(f"filled: {held / 1e9:.1f} GB of tables on {here.devices} devices")
@@ -157,6 +161,7 @@ def check(options: argparse.Namespace, axes: dict[str, int]) -> int:
         say(
             "these devices do not say what memory was taken: copies were not looked for"
         )
+    stack = mesh_stacks.make_stack(config, layout, first, tables=tables)
     ids = edge_ids(first, layout, TOKENS)
     wanted = np.stack(
         [
@@ -167,11 +172,9 @@ def check(options: argparse.Namespace, axes: dict[str, int]) -> int:
     )
     wrong = 0
     for name, form in forms.items():
-        tables = [
-            layer.embedding
-            for layer in here.stack(form, expanded=False).layers.values()
-        ]
-        rows = fetch_rows(form, tables, jnp.asarray(ids))
+        layers = mesh_stacks.with_sharding(stack, form).layers.values()
+        parts = [layer.embedding for layer in layers]
+        rows = fetch_rows(form, parts, jnp.asarray(ids))
         got = np.asarray(rows)[: len(wanted)]
         bad = np.argwhere((got != wanted).any(-1))
         wrong += len(bad)
@@ -238,6 +241,7 @@ def _check_text(here: Any, stack: Any, say: Any) -> int:
 
 
 def _memory(device: Any) -> dict[str, int]:
+    """Bytes in use now, and at most in this process's life."""
     stats = device.memory_stats() or {}
     return {
         "in_use": stats.get("bytes_in_use", 0),
