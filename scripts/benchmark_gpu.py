@@ -29,6 +29,8 @@ from engram_jax.kernels import block_sizes, wkv_pallas
 TOKENS = (1, 16, 64, 512, 4096, 16384)
 PROJECTED_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096)
 GATED_TOKENS = (1, 16, 64, 512, 4096, 8192)
+DECODED_TOKENS = (1, 16)
+LOOPS, LOOP_STEPS = 41, 100
 FORMS: tuple[kernels.Backend, ...] = ("pallas", "xla")
 CONFIG = EngramConfig.from_dict(V41_CONFIG)
 STREAMS, WIDTH = CONFIG.hc_mult, CONFIG.hidden_size
@@ -375,59 +377,94 @@ def _run_layers(stack, hidden, batch):
     return hidden
 
 
+class DecodeStep:
+    """A step of two layers, a token of each request, as one jitted function.
+
+    Attributes:
+        stack: V4.1's two layers.
+        state: their arrays.
+        call: of state, hidden states, windows, token ids and what stays as it is.
+    """
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        self.stack = make_stack()
+        graph, tree = nnx.split(self.stack)
+        # Leaves, since a call flattens an `nnx.State` in 45 us, a list of arrays in 10.
+        self.state, structure = jax.tree.flatten(tree)
+
+        def step(state, hidden, window, tokens, positions, starts):
+            stack = nnx.merge(graph, jax.tree.unflatten(structure, state))
+            # Text alone: no token is dead, so the windows need no mask.
+            batch, (window, _) = stack.batch(
+                tokens,
+                positions,
+                starts,
+                lookback_token_ids=window,
+                advance_lookback=True,
+            )
+            return _run_layers(stack, hidden, batch), window
+
+        self.call = step
+
+    def start(self, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """Make hidden states and windows."""
+        hidden = jnp.ones((tokens, STREAMS, WIDTH), jnp.bfloat16)
+        return hidden, self.stack.hash_state.init_lookback(tokens)[0]
+
+    def batches(self, tokens: int) -> list[tuple[jax.Array, ...]]:
+        """Make token ids, positions and starts of several steps."""
+        rng = np.random.default_rng(tokens)
+        ids = rng.integers(0, CONFIG.vocab_size, (4, tokens)).astype(np.int32)
+        constant = jnp.full(tokens, 100), jnp.arange(tokens + 1)
+        return [(some, *constant) for some in jax.device_put(list(ids))]
+
+
+def decode_loop_suite() -> Iterator[Result]:
+    """Time decode steps that are not waited for, by the wall clock.
+
+    Before any kernel is timed: CUPTI, once it was on, may slow launches down.
+    """
+    step = DecodeStep()
+    jitted = jax.jit(step.call, donate_argnums=1)  # windows are a few bytes
+    batches = {tokens: step.batches(tokens) for tokens in DECODED_TOKENS}
+    carry = {
+        tokens: jitted(step.state, *step.start(tokens), *batches[tokens][0])
+        for tokens in DECODED_TOKENS
+    }
+    walls: dict[int, list[float]] = {tokens: [] for tokens in DECODED_TOKENS}
+    for _ in range(LOOPS):  # in turns: the host is faster at one time than at another
+        for tokens in DECODED_TOKENS:
+            state = jax.block_until_ready(carry[tokens])
+            begin = time.perf_counter()
+            for i in range(LOOP_STEPS):
+                state = jitted(step.state, *state, *batches[tokens][i % 4])
+            jax.block_until_ready(state)
+            walls[tokens].append((time.perf_counter() - begin) * 1e6 / LOOP_STEPS)
+            carry[tokens] = state
+    for tokens, times in walls.items():
+        yield kernel_result("decode_async", "auto", tokens, times)
+
+
 def step_suite() -> Iterator[Result]:
-    """Time a decode step of two layers, and prefill of 4,096 tokens."""
-    stack = make_stack()
+    """Time the kernels of a decode step, and of prefill of 4,096 tokens."""
+    step = DecodeStep()
+    # Operands, not captured arrays: those would become constants of the program.
+    for tokens in DECODED_TOKENS:
+        calls = [
+            (step.state, *step.start(tokens), *batch)
+            for batch in step.batches(tokens)[:2]
+        ]
+        times = kernel_times(step.call, calls)
+        yield kernel_result("decode_kernels", "auto", tokens, times)
+
+    stack = step.stack
     stack.expand_projections()
     graph, tree = nnx.split(stack)
-    # Leaves, since a call flattens an `nnx.State` in 45 us, a list of arrays in 10.
     state, structure = jax.tree.flatten(tree)
 
     def merge(state):
         return nnx.merge(graph, jax.tree.unflatten(structure, state))
-
-    def step(state, hidden, window, tokens, positions, starts):
-        stack = merge(state)
-        # Text alone: no token is dead, so the windows need no mask.
-        batch, (window, _) = stack.batch(
-            tokens,
-            positions,
-            starts,
-            lookback_token_ids=window,
-            advance_lookback=True,
-        )
-        return _run_layers(stack, hidden, batch), window
-
-    for tokens in (1, 16):
-        rng = np.random.default_rng(tokens)
-        draws = jax.device_put(
-            [
-                rng.integers(0, CONFIG.vocab_size, tokens).astype(np.int32)
-                for _ in "abcd"
-            ]
-        )
-        # One token of each request.
-        constant = jnp.full(tokens, 100), jnp.arange(tokens + 1)
-
-        def start(tokens=tokens):
-            hidden = jnp.ones((tokens, STREAMS, WIDTH), jnp.bfloat16)
-            return hidden, stack.hash_state.init_lookback(tokens)[0]
-
-        # Operands, not captured arrays: those would become constants of the program.
-        calls = [(state, *start(), ids, *constant) for ids in draws[:2]]
-        times = kernel_times(step, calls)
-        yield kernel_result("decode_kernels", "auto", tokens, times)
-        compiled = jax.jit(step, donate_argnums=1)  # windows are a few bytes
-        carry = compiled(state, *start(), draws[0], *constant)
-        walls = []
-        for _ in range(7):
-            jax.block_until_ready(carry)
-            begin = time.perf_counter()
-            for i in range(100):
-                carry = compiled(state, *carry, draws[i % 4], *constant)
-            jax.block_until_ready(carry)
-            walls.append((time.perf_counter() - begin) * 1e6 / 100)
-        yield kernel_result("decode_async", "auto", tokens, walls)
 
     tokens = 4096
     batches = jax.device_put([_hash_batch(tokens, i) for i in range(2)])
@@ -461,6 +498,7 @@ def step_suite() -> Iterator[Result]:
 
 
 SUITES = {
+    "decode_loop": decode_loop_suite,  # the first
     "copy": copy_suite,
     "hash": hash_suite,
     "lookup": lookup_suite,
