@@ -3,12 +3,13 @@
 Random rows of a table of 17 GB (64 million rows of 264 bytes): read by the GPU itself
 from pinned memory, gathered by host threads and copied, and fetched behind a step. The
 rows are checked against the function that made them. Times are by the wall clock,
-medians over ids that are new each time. Without a GPU the table is small, and nothing
-is required.
+medians over ids that are new each time. What is required comes first. Without a GPU the
+table is small, and nothing is required.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
@@ -41,8 +42,17 @@ from engram_jax.staging import host_view
 DIM, COLUMNS = 256, 24
 ROW_BYTES = DIM + DIM // 32
 GPU_ROWS, CPU_ROWS = 64_000_000, 2_000_000
+FEW, MANY = (1, 16), 4096
 PINNED_TOKENS = (1, 16, 64, 512, 4096)
-ROUNDS = 15
+ROUNDS, STEPS = 15, 60
+
+
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """Says how long a part took."""
+    begin = time.perf_counter()
+    yield
+    print(f"[{name}: {time.perf_counter() - begin:.1f} s]", flush=True)
 
 
 def table_bytes(rows: Any, xp: Any = np) -> tuple[Any, Any]:
@@ -77,8 +87,9 @@ def make_records(pinned: PinnedHostTable) -> RecordTable:
     return RecordTable(records, mapping.report)
 
 
+@functools.cache
 def make_pinned(rows: int) -> PinnedHostTable:
-    """Makes a table in pinned memory; a GPU makes the bytes."""
+    """Makes a table in pinned memory, once for all suites; a GPU makes the bytes."""
     host = pinned_host_sharding()
     weight, scale = _make_in_pieces(rows)
     return PinnedHostTable(weight, scale, host)
@@ -86,7 +97,8 @@ def make_pinned(rows: int) -> PinnedHostTable:
 
 def _make_in_pieces(rows: int) -> tuple[jax.Array, jax.Array]:
     """Makes the bytes in place; all at once would need several times their memory."""
-    step = 2_000_000
+    step = min(rows, 2_000_000)
+    assert rows % step == 0
     weight = jnp.zeros((rows, DIM), jnp.uint8)
     scale = jnp.zeros((rows, DIM // 32), jnp.uint8)
 
@@ -157,8 +169,8 @@ def times_ms(call: Callable[[np.ndarray], Any], tokens: int, rows: int) -> list[
     return times
 
 
-def direct_lookup(table: nnx.Module) -> Callable[[Any], jax.Array]:
-    """Compiles the reading of a batch's rows by the device itself."""
+def direct_lookup(table: nnx.Module) -> functools.partial:
+    """Makes the jitted reading of a batch's rows by the device itself."""
     graph, state = nnx.split(table)
 
     @jax.jit
@@ -167,7 +179,7 @@ def direct_lookup(table: nnx.Module) -> Callable[[Any], jax.Array]:
         table: Any = nnx.merge(graph, state)
         return table.lookup_packed(hashes[:, 0])
 
-    return lambda hashes: read(state, hashes)
+    return functools.partial(read, state)
 
 
 @jax.jit
@@ -188,6 +200,30 @@ def exposed(stack: Any, **options: Any) -> tuple[Callable, EngramPrefetch]:
         return packed_rows(batch)
 
     return call, prefetch
+
+
+def program_of(lookup: functools.partial, tokens: int) -> str:
+    """Gives what a lookup has compiled, kernels and all, as text."""
+    # Not the compiled program's text: in it, kernels know the source lines they are of.
+    hashes = jax.ShapeDtypeStruct((tokens, 1, COLUMNS), jnp.int32)
+    return str(jax.make_jaxpr(lookup.func)(*lookup.args, hashes))
+
+
+def chooses_direct(stack: Any, direct: functools.partial, tokens: int) -> bool:
+    """Tells whether the library leaves a batch to the program of the direct lookup.
+
+    Args:
+        stack: whose rows `EngramPrefetch` is to get.
+        direct: the lookup.
+        tokens: of the batch.
+    """
+    hashes = np.zeros((tokens, 1, COLUMNS), np.int32)
+    with EngramPrefetch(stack) as prefetch:
+        batch = prefetch.start(hashes).result()
+    if batch.rows is not None:
+        return False
+    own = direct_lookup(stack.layers[1].embedding)  # what the layer then runs
+    return program_of(own, tokens) == program_of(direct, tokens)
 
 
 def compare_kernels(chosen, direct, tokens: int, rows: int) -> Iterator[Result]:
@@ -212,6 +248,18 @@ def compare_kernels(chosen, direct, tokens: int, rows: int) -> Iterator[Result]:
     )
 
 
+def sum_of_words(rows: jax.Array) -> jax.Array:
+    """Adds up packed rows as 32-bit words."""
+    words = jax.lax.bitcast_convert_type(rows.reshape(-1, 4), jnp.uint32)
+    return words.sum(dtype=jnp.uint32)
+
+
+@jax.jit
+def known_sum(hashes):
+    """Gives the sum of what made the rows; NumPy takes far longer than a step."""
+    return sum_of_words(jnp.concatenate(table_bytes(hashes.reshape(-1), jnp), axis=1))
+
+
 def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
     """Compares a step with rows fetched behind it with the same step without."""
     on_gpu = jax.default_backend() == "gpu"
@@ -229,18 +277,16 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
 
     @jax.jit
     def with_rows(x, weight, batch):
-        # The sum of all words: none may be missing, and nothing else changes.
-        words = batch.rows[0].packed().reshape(-1, 4)
-        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-        return work(x, weight), words.sum(dtype=jnp.uint32)
+        # None may be missing, and nothing else changes.
+        return work(x, weight), sum_of_words(batch.rows[0].packed())
 
-    steps = 60
-    hashes = [random_hashes(tokens, rows, seed) for seed in range(steps + 1)]
+    hashes = [random_hashes(tokens, rows, seed) for seed in range(STEPS + 1)]
+    wanted = [int(known_sum(ids)) for ids in hashes[:-1]]
 
     def run_plain():
         x = weight
         begin = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(STEPS):
             x = plain(x, weight)
         jax.block_until_ready(x)
         return time.perf_counter() - begin
@@ -260,10 +306,8 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
         jax.block_until_ready(x)
         taken = time.perf_counter() - begin
         prefetch.join()
-        for ids, total in zip(hashes, sums, strict=False):
-            wanted = np.concatenate(table_bytes(ids.reshape(-1)), 1).view(np.uint32)
-            if int(total) != int(wanted.sum(dtype=np.uint32)):
-                raise AssertionError("a step got the rows of another batch")
+        if [int(total) for total in sums] != wanted:
+            raise AssertionError("a step got the rows of another batch")
         return taken
 
     times: dict[str, list[float]] = {"plain": [], "rows": []}
@@ -273,8 +317,8 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
         if not on_gpu:
             return  # step and threads would share the same cores
         for _ in range(5):
-            times["plain"].append(1e3 * run_plain() / steps)
-            times["rows"].append(1e3 * run_with_rows(prefetch) / steps)
+            times["plain"].append(1e3 * run_plain() / STEPS)
+            times["rows"].append(1e3 * run_with_rows(prefetch) / STEPS)
     without, with_them = (statistics.median(times[name]) for name in times)
     yield Result(
         "host_tables",
@@ -288,42 +332,63 @@ def measure_step(stack: Any, rows: int, tokens: int) -> Iterator[Result]:
 
 
 def host_tables() -> Iterator[Result]:
-    """Measures everything."""
+    """Measures everything, what is required first."""
     on_gpu = jax.default_backend() == "gpu"
     rows = GPU_ROWS if on_gpu else CPU_ROWS
-    pinned = make_pinned(rows)
-    stacks = {"split": make_stack(pinned), "records": make_stack(make_records(pinned))}
+    with section("pinned table"):
+        pinned = make_pinned(rows)
+        jax.block_until_ready((pinned.weight[...], pinned.scale[...]))
+    with section("table of records"):
+        records = make_records(pinned)
+    stacks = {"split": make_stack(pinned), "records": make_stack(records)}
     direct = direct_lookup(pinned)
     medians: dict[Any, float] = {}
 
-    def result(name, tokens, times, limit=None):
+    def measure(name, tokens, call):
+        times = times_ms(call, tokens, rows)
         medians[name, tokens] = statistics.median(times)
         text = f"{name}, T = {tokens}"
         yield Result("host_tables", text, medians[name, tokens], "ms", tuple(times))
-        if name == "as chosen":
-            over = medians[name, tokens] / medians["direct", tokens]
-            required = limit if on_gpu else None
-            yield Result(
-                "host_tables", f"{text}, over direct", over, "x", at_most=required
-            )
 
-    for tokens, limit in ((1, None), (16, None), (4096, 0.65)):
-        flat = times_ms(lambda ids: direct(jnp.asarray(ids)), tokens, rows)
-        yield from result("direct", tokens, flat)
-        for form, stack in stacks.items():
-            for pieces in (0, 2) if tokens == 4096 else (0,):
-                name = f"exposed {form}, {pieces} early copies"
-                call, prefetch = exposed(stack, early_copies=pieces, direct_tokens=0)
-                with prefetch:
-                    times = times_ms(call, tokens, rows)
-                yield from result(name, tokens, times)
-        call, prefetch = exposed(stacks["records" if tokens == 4096 else "split"])
+    def measure_direct(tokens):
+        yield from measure("direct", tokens, lambda ids: direct(jnp.asarray(ids)))
+
+    def measure_exposed(form, tokens, pieces):
+        name = f"exposed {form}, {pieces} early copies"
+        call, prefetch = exposed(stacks[form], early_copies=pieces, direct_tokens=0)
         with prefetch:
-            yield from result("as chosen", tokens, times_ms(call, tokens, rows), limit)
-            if limit is None:
+            yield from measure(name, tokens, call)
+
+    def measure_chosen(form, tokens, limit=None):
+        call, prefetch = exposed(stacks[form])
+        with prefetch:
+            yield from measure("as chosen", tokens, call)
+            text = f"as chosen, T = {tokens}, over direct"
+            over = medians["as chosen", tokens] / medians["direct", tokens]
+            yield Result("host_tables", text, over, "x", at_most=limit)
+            if tokens in FEW:
                 yield from compare_kernels(call, direct, tokens, rows)
-    for tokens in (16, 4096):
-        yield from measure_step(stacks["records"], rows, tokens)
+
+    with section(f"{MANY} tokens"):
+        yield from measure_direct(MANY)
+        yield from measure_chosen("records", MANY, 0.65 if on_gpu else None)
+    for tokens in (FEW[-1], MANY):
+        with section(f"step beside rows of {tokens} tokens"):
+            yield from measure_step(stacks["records"], rows, tokens)
+    for tokens in FEW:
+        with section(f"{tokens} tokens"):
+            yield from measure_direct(tokens)
+            if chooses_direct(stacks["split"], direct, tokens):
+                print(f"as chosen, T = {tokens}: the direct lookup", flush=True)
+            else:
+                yield from measure_chosen("split", tokens)
+    with section("other forms"):
+        # Records without early copies are what is chosen for many tokens.
+        yield from measure_exposed("records", MANY, 2)
+        yield from measure_exposed("split", MANY, 0)
+        for tokens in FEW:
+            for form in stacks:
+                yield from measure_exposed(form, tokens, 0)
 
 
 def lookup_host() -> Iterator[Result]:
