@@ -57,25 +57,31 @@ STACKS = [
     ((1, 1), AxisType.Auto, {}, {}),
     ((3, 1), AxisType.Auto, {}, {"all-gather": 1}),
     ((3, 1), AxisType.Auto, {"shard_projection": True}, {"all-gather": 3}),
-    ((1, 5), AxisType.Explicit, {}, {"all-gather": 1, "all-to-all": 1}),
-    ((2, 2), AxisType.Explicit, {}, {"all-gather": 2, "all-to-all": 1}),
+    ((1, 5), AxisType.Explicit, {}, {"all-to-all": 2}),
+    (
+        (1, 5),
+        AxisType.Explicit,
+        {"ids_exchange": "all_gather"},
+        {"all-gather": 1, "all-to-all": 1},
+    ),
+    ((2, 2), AxisType.Explicit, {}, {"all-gather": 1, "all-to-all": 2}),
     (
         (2, 2),
         AxisType.Explicit,
         {"shard_projection": True},
-        {"all-gather": 4, "all-to-all": 1},
+        {"all-gather": 3, "all-to-all": 2},
     ),
     (
         (2, 2),
         AxisType.Explicit,
         {"sequence_parallel": True},
-        {"all-gather": 1, "all-to-all": 1},
+        {"all-to-all": 2},
     ),
     (
         (2, 2),
         AxisType.Auto,
         {"sequence_parallel": True, "shard_projection": True},
-        {"all-gather": 2, "all-to-all": 3},
+        {"all-gather": 1, "all-to-all": 4},
     ),
     (
         (2, 2),
@@ -156,7 +162,7 @@ def test_hidden_states_stay_where_their_tokens_are(kind):
         compiled = jax.jit(run).lower(state, placed).compile()
         output = compiled(state, placed)
     assert output.sharding.is_equivalent_to(NamedSharding(devices, P("dp")), 3)
-    assert counts(compiled.as_text()) == {"all-gather": 1, "all-to-all": 1}
+    assert counts(compiled.as_text()) == {"all-to-all": 2}
     assert_one_rounding(output, model(one, hidden, batch))
 
 

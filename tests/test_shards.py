@@ -132,8 +132,10 @@ def test_choices_give_their_reasons():
         return sharding.shards.cut, sharding.exchange, sharding.ids_exchange
 
     assert choose(8, 1) == ("heads", "all_gather", "all_gather")
-    assert choose(2, 4) == ("heads", "all_to_all", "all_gather")
-    assert choose(1, 16) == ("heads", "all_to_all", "all_to_all")
+    assert choose(1, 2) == ("heads", "all_to_all", "all_to_all")
+    assert choose(2, 4) == ("heads", "all_to_all", "all_to_all")
+    gathered = choose(2, 4, ids_exchange="all_gather")
+    assert gathered == ("heads", "all_to_all", "all_gather")
     assert choose(32, 1) == ("rows", "all_reduce", "all_gather")
     assert choose(8, 4) == ("rows", "reduce_scatter", "all_gather")
     assert choose(2, 4, spread=False) == ("heads", "all_gather", "all_gather")
