@@ -349,12 +349,12 @@ def take_rows(
         column += part.shape[1]
         # "clip" is the mode in which NumPy writes to `out` without a buffer between.
         if place.flags.c_contiguous:
-            np.take(part, ids, 0, place, "clip")
+            part.take(ids, 0, place, "clip")
         else:
-            place[...] = np.take(part, ids, 0, mode="clip")
-    outside = (ids < 0) | (ids >= parts[0].shape[0])
-    if outside.any():
-        out[outside] = 0
+            place[...] = part.take(ids, 0, mode="clip")
+    unsigned = ids.view(f"u{ids.dtype.itemsize}")  # a negative id becomes a large one
+    if ids.size and int(unsigned.max()) >= parts[0].shape[0]:
+        out[unsigned >= parts[0].shape[0]] = 0
 
 
 def pinned_host_sharding() -> jax.sharding.Sharding:

@@ -53,7 +53,7 @@ class FetchCounters:
         self.rows += layer.rows
         self.hits += layer.hits
         self.rows_from_host += layer.rows_from_host
-        self.duplicates += layer.rows - layer.hits - layer.rows_from_host
+        self.duplicates += layer.duplicates
         self.bytes_from_host += layer.rows_from_host * layer.row_bytes
         self.bytes_copied += (layer.ids.size + layer.admitted) * layer.row_bytes
         self.admitted += layer.admitted
@@ -206,30 +206,33 @@ class LayerFetch:
     """Say what one layer's part of a batch reads from where.
 
     Attributes:
-        ids: rows to read from the table, [T, C] or [U]; -1 reads as zeros.
-        index: int32 [T, C], as of `StagedRows`, or None.
+        ids: rows to read from the table, [T, C] or [U]; one outside reads as zeros.
+        index: int32 [T, C], as of `StagedRows`; None reads every row where it is asked
+            for.
         row_bytes: bytes of a packed row.
-        rows: rows that tokens asked for.
-        hits: of these, how many the cache has.
-        rows_from_host: how many are read from the table.
+        hits: rows that tokens asked for and the cache has.
+        duplicates: rows that tokens asked for and others had asked for already.
         admitted: rows that `admit` chose.
     """
 
     ids: npt.NDArray[Any]
     index: npt.NDArray[np.int32] | None
     row_bytes: int
-    rows: int
-    hits: int
-    rows_from_host: int
+    hits: int = 0
+    duplicates: int = 0
     admitted: int = 0
     _cache: HotRowCache | None = None
     _seen: Any = None
 
-    @classmethod
-    def of_all(cls, ids: npt.NDArray[Any], row_bytes: int) -> "LayerFetch":
-        """Read every row where it is asked for."""
-        wanted = int(np.count_nonzero(ids >= 0))
-        return cls(ids, None, row_bytes, wanted, 0, wanted)
+    @functools.cached_property
+    def rows_from_host(self) -> int:
+        """Count the rows that are read from the table."""
+        return int(np.count_nonzero(self.ids >= 0))
+
+    @property
+    def rows(self) -> int:
+        """Count the rows that tokens asked for."""
+        return self.rows_from_host + self.hits + self.duplicates
 
     @classmethod
     def of_distinct(
@@ -252,17 +255,15 @@ class LayerFetch:
         place[missing] = np.arange(len(missing), dtype=np.int32)
         wanted = np.full(budget.choose(len(missing), flat.size), -1, np.int32)
         wanted[: len(missing)] = distinct[missing]
-        dead = int(counts[distinct < 0].sum())
+        fetched = slots < 0
         return cls(
             wanted,
             place[inverse].reshape(ids.shape).astype(np.int32, copy=False),
             row_bytes,
-            flat.size - dead,
-            int(counts[slots >= 0].sum()),
-            len(missing) - (dead > 0),
-            0,
-            cache,
-            (distinct, counts, slots),
+            hits=int(counts[~fetched].sum()),
+            duplicates=int((counts[fetched & (distinct >= 0)] - 1).sum()),
+            _cache=cache,
+            _seen=(distinct, counts, slots),
         )
 
     @property

@@ -189,13 +189,14 @@ class EngramPrefetch:
                     "the batch has its rows already, and no hash_ids to fetch others "
                     "by; give it to the step as it is"
                 )
-        hashes, token_mask = _own(hashes), _own(token_mask)
+        token_mask = _own(token_mask)
         progress = FillProgress(self._fetcher.pieces)
         future: futures.Future[Fetched] | Gathering | None = None
         if hashes is not None:
             future = self._fetcher.begin(progress, hashes, token_mask)
         if future is None:
             # One after the other: a cache must see batches in order.
+            hashes = _own(hashes)
             tokens = {name: _own(values) for name, values in tokens.items()}
             future = self._thread.submit(
                 self._fetcher.fetch, progress, hashes, token_mask, tokens
@@ -269,21 +270,33 @@ class EngramPrefetch:
                 "batches are taken in the order in which they started, each once; this "
                 "one was dropped by join() or close(), or an earlier one waits"
             )
-        # The buffer of the batch before the last: its step has been dispatched, and has
-        # mostly ended, or else this would wait for it. Before this batch's step is
-        # dispatched: the device gives a buffer back in its turn.
-        while len(self._handed_over) > 1:
-            self._fetcher.give_back(self._handed_over.popleft())
+        future = pending._future
         try:
+            if isinstance(future, Gathering):
+                self._give_back()
+                future.help()
             early = self._copy_early(pending._progress)
-            fetched: Fetched = pending._future.result()
+            fetched: Fetched = future.result()
         finally:
             self._pending.popleft()
+        # After `fetch` chose a buffer: it would wait for one that was just given back,
+        # and the next batch would find none that is ready.
+        self._give_back()
         if fetched.buffer is not None:
             self._handed_over.append(fetched.buffer)
         batch = self._batch(fetched, early)
         self._admit(fetched)
         return batch
+
+    def _give_back(self) -> None:
+        """Give back all buffers but those of the last batch and the one being taken.
+
+        The step of the batch before the last has been dispatched, and has mostly ended,
+        or else this waits for it. Before the next step is dispatched: the device gives
+        a buffer back in its turn.
+        """
+        while len(self._handed_over) > 1:
+            self._fetcher.give_back(self._handed_over.popleft())
 
     def _copy_early(self, progress: FillProgress) -> dict[str, Any]:
         """Copy pieces to the device, each when it is filled."""

@@ -1,9 +1,10 @@
 """The host's side of a prefetch: which rows, gathered by which threads, into what."""
 
 import dataclasses
+import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -42,6 +43,40 @@ class Fetched:
     admissions: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
+class Task:
+    """A share of a batch's rows, gathered once, by whoever comes first.
+
+    Args:
+        run: gathers it.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._claim = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        """Run it, unless somebody has begun to; its error is for `exception`."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Tell whether `exception` would not wait."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """Wait for its end; give what it raised, or None."""
+        self._ended.wait()
+        return self._error
+
+
 class Gathering:
     """A batch that threads are gathering, with the methods of a future.
 
@@ -50,7 +85,7 @@ class Gathering:
         tasks: of the threads.
     """
 
-    def __init__(self, fetched: Fetched, tasks: Sequence[futures.Future[None]] = ()):
+    def __init__(self, fetched: Fetched, tasks: Sequence[Task] = ()):
         self._fetched = fetched
         self._tasks = tasks
 
@@ -58,17 +93,22 @@ class Gathering:
         """Tell whether `result` would not wait."""
         return all(task.done() for task in self._tasks)
 
+    def help(self) -> None:
+        """Run the tasks that no thread has begun: one takes long to wake."""
+        for task in reversed(self._tasks):
+            task()
+
     def result(self) -> Fetched:
         """Wait for all threads; raises what one of them raised."""
-        futures.wait(self._tasks)
-        for task in self._tasks:
-            task.result()
+        error = self.exception()
+        if error is not None:
+            raise error
         return self._fetched
 
     def exception(self) -> BaseException | None:
         """Wait for all threads; give what one of them raised, or None."""
-        futures.wait(self._tasks)
-        raised = (task.exception() for task in self._tasks)
+        # For all of them: none may write to the buffer any more.
+        raised = [task.exception() for task in self._tasks]
         return next((error for error in raised if error is not None), None)
 
 
@@ -198,16 +238,19 @@ class RowFetcher:
         """
         on_host = not isinstance(given, jax.Array)
         if on_host:
-            given = narrow(np.asarray(given))
+            given = np.asarray(given)
         self._check(given)
         staged = self._staged(len(given))
         if not staged:  # hashes stay where they are; kernels read them as int32
-            given = given if given.dtype == np.int32 else narrow_ids(given)
             progress.started.set()
-            return Gathering(Fetched(given, token_mask))
+            return Gathering(Fetched(_narrowed(given), token_mask))
         if self._unique or self.sharding is not None or not on_host:
             return None
-        layers = {index: self._plan(index, given[:, index]) for index in staged}
+        # In the width that NumPy indexes by, or each thread would convert its part.
+        layers = {
+            index: self._plan(index, np.array(given[:, index], np.intp, order="C"))
+            for index in staged
+        }
         size = len(given), tuple(staged)  # all that their shapes depend on
         if size not in self._known_shapes:
             if len(self._known_shapes) == _SHAPES_KEPT:
@@ -218,8 +261,10 @@ class RowFetcher:
             return None
         jobs, _ = self._jobs(buffer, layers)
         tasks = self._submit(progress, buffer, jobs)
+        some_read_their_own = len(staged) < len(self._tables)
+        hashes = _narrowed(given) if some_read_their_own else None
         self._count(layers)
-        return Gathering(Fetched(given, token_mask, buffer, layers), tasks)
+        return Gathering(Fetched(hashes, token_mask, buffer, layers), tasks)
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back whose step was dispatched, or that no step will read.
@@ -249,10 +294,9 @@ class RowFetcher:
         buffer = self._free.take(self._shapes(layers))
         jobs, copies = self._jobs(buffer, layers)
         tasks = self._submit(progress, buffer, jobs)
-        # The buffer is not anybody else's while a thread may write to it.
-        futures.wait(tasks)
-        for task in tasks:
-            task.result()
+        fetched = Gathering(Fetched(hashes, token_mask, buffer, layers), tasks)
+        fetched.help()
+        fetched.result()  # the buffer is nobody else's while a thread may write to it
         for view, source in copies:
             view[...] = source
         admissions = {}
@@ -300,7 +344,7 @@ class RowFetcher:
             ids = np.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
         width = packed_width(self._tables[index])
         if not self._unique:
-            return LayerFetch.of_all(ids, width)
+            return LayerFetch(ids, None, width)
         cache = None if self._hot_rows is None else self._hot_rows[index]
         return LayerFetch.of_distinct(ids, width, cache, self._budgets[index])
 
@@ -332,15 +376,18 @@ class RowFetcher:
                     view[...] = layer.index[part]
         return jobs, copies
 
-    def _submit(self, progress, buffer, jobs) -> list[futures.Future[None]]:
+    def _submit(self, progress, buffer, jobs) -> list[Task]:
         total = sum(ids.size for piece in jobs for _, ids, _ in piece)
         # One task a thread: more only fight over Python's lock.
-        tasks = max(1, min(self._threads, total // _ROWS_PER_TASK))
-        progress.begin(buffer, tasks)
-        return [
-            self._gatherers.submit(_gather, progress, jobs, task, tasks)
-            for task in range(tasks)
+        count = max(1, min(self._threads, total // _ROWS_PER_TASK))
+        progress.begin(buffer, count)
+        tasks = [
+            Task(functools.partial(_gather, progress, jobs, number, count))
+            for number in range(count)
         ]
+        for task in tasks:
+            self._gatherers.submit(task)
+        return tasks
 
 
 class _FreeBuffers:
@@ -404,6 +451,13 @@ def _unless_lost(buffer: StagingBuffer | None) -> StagingBuffer | None:
 
 def _key(arrays) -> tuple[Any, ...]:
     return tuple((name, x.shape, x.dtype) for name, x in sorted(arrays.items()))
+
+
+def _narrowed(hashes: Any) -> Any:
+    """Bring hashes to int32 where they are; on the host, in a copy."""
+    if isinstance(hashes, np.ndarray):
+        return narrow(np.array(hashes))
+    return hashes if hashes.dtype == np.int32 else narrow_ids(hashes)
 
 
 def _gather(progress: FillProgress, jobs, task: int, tasks: int) -> None:

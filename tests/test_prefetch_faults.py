@@ -157,6 +157,52 @@ def test_a_buffer_is_unread_when_all_its_arrays_are():
         assert buffer.is_unread() is all(states)
 
 
+def warmed(prefetch: EngramPrefetch, tokens: int) -> None:
+    """Leave a buffer free, so that `start` itself begins to gather."""
+    for seed in range(4):
+        prefetch.start(random_hashes(tokens, seed)).result()
+
+
+def test_who_takes_a_batch_gathers_what_no_thread_has_begun(stacks):
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        warmed(prefetch, 300)
+        wanted = prefetch.start(random_hashes(300, 7)).result()
+        gate = threading.Event()
+        prefetch._fetcher._gatherers.submit(gate.wait)  # its only thread
+        try:
+            pending = prefetch.start(random_hashes(300, 7))
+            assert not pending.done()
+            batch = pending.result()
+        finally:
+            gate.set()
+        for one, other in zip(rows_of(batch), rows_of(wanted), strict=True):
+            same(one, other)
+
+
+def test_its_errors_are_those_of_a_thread(stacks, monkeypatch):
+    storages = [
+        layer.embedding.storage for layer in stacks["pinned_host"].layers.values()
+    ]
+    with EngramPrefetch(stacks["pinned_host"], threads=2) as prefetch:
+        warmed(prefetch, 2000)  # enough for both threads
+        gate = threading.Event()
+        for _ in "ab":
+            prefetch._fetcher._gatherers.submit(gate.wait)
+
+        def read_into(storage, ids, out):
+            raise ValueError("the table is gone")
+
+        try:
+            pending = prefetch.start(random_hashes(2000, 7))
+            monkeypatch.setattr(type(storages[0]), "read_into", read_into)
+            with pytest.raises(ValueError, match="the table is gone"):
+                pending.result()
+        finally:
+            gate.set()
+        monkeypatch.undo()
+        prefetch.start(random_hashes(2000, 7)).result()
+
+
 def test_start_waits_for_no_step(stacks, monkeypatch):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
         for seed in range(4):
