@@ -1,28 +1,22 @@
 """Memory of other GPUs, by CUDA's driver: who reaches whom, and across processes.
 
-Nothing in JAX says this. A handle of memory is 64 bytes that another process of the
-same host turns into an address of its own; they are of whole allocations, which JAX's
-allocator hands out in parts.
+Nothing in JAX says this. JAX's default allocator makes memory that can be given to
+another process of the same host as a file descriptor. It is of a whole allocation,
+which holds many arrays.
 """
 
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-_HANDLE_BYTES = 64
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LAZY_PEER_ACCESS = 1
-EXPORT_BYTES = _HANDLE_BYTES + 8 + 40
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_char * _HANDLE_BYTES),)
+_POSIX_DESCRIPTOR = 1
+_ON_DEVICE, _READ_AND_WRITE = 1, 3
+_NO_FLAGS = ctypes.c_ulonglong(0)
+_kept = set[int]()
+_mapped = dict[tuple[int, int, int], int]()
 
 
 @functools.cache
@@ -75,60 +69,116 @@ def _context(number: int) -> Iterator[None]:
         _call("cuDevicePrimaryCtxRelease_v2", device)
 
 
-def export_memory(number: int, address: int) -> npt.NDArray[np.uint8]:
-    """Describe memory so that another process of this host can open it.
+def find_allocation(number: int, address: int, size: int) -> tuple[int, int, int]:
+    """Find the allocation that memory is a part of, to export it.
 
     Args:
       number: The GPU's number in this process.
       address: Of memory on it.
+      size: Its bytes.
 
     Returns:
-      uint8 [EXPORT_BYTES]: a handle of its allocation, the offset in it, and which
-      start of which machine it belongs to.
+      The allocation's handle, which no other one of this process ever has; its bytes;
+      and where in it the memory begins.
 
     Raises:
-      OSError: The driver has no handle for such memory.
+      OSError: It is not of JAX's default allocator, and no other process can read it.
     """
-    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    base, whole = ctypes.c_uint64(), ctypes.c_size_t()
+    handle = ctypes.c_ulonglong()
     with _context(number):
-        ends = ctypes.byref(base), ctypes.byref(size)
+        ends = ctypes.byref(base), ctypes.byref(whole)
         _call("cuMemGetAddressRange_v2", *ends, ctypes.c_uint64(address))
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    offset = (address - base.value).to_bytes(8, "little")
-    known = bytes(handle) + offset + _boot_id()
-    return np.frombuffer(known, np.uint8)
+        retained = ctypes.byref(handle), ctypes.c_void_p(address)
+        try:
+            _call("cuMemRetainAllocationHandle", *retained)
+        except OSError as error:
+            allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "not set")
+            raise OSError(
+                "other processes can read memory of JAX's default allocator only; "
+                f"XLA_PYTHON_CLIENT_ALLOCATOR is {allocator}: leave it unset ({error})"
+            ) from error
+        # One reference is kept for good. While it is, the driver gives the handle to no
+        # other allocation, so that processes which have mapped this one know it again,
+        # and never take a later one at the same address for it. It costs no memory
+        # beyond that which their mappings hold anyway.
+        if handle.value in _kept:
+            _call("cuMemRelease", handle)
+        _kept.add(handle.value)
+    offset = address - base.value
+    if offset + size > whole.value:
+        raise OSError(f"{size} bytes at {address:#x} lie in several allocations")
+    return handle.value, whole.value, offset
 
 
-def open_memory(number: int, exported: npt.NDArray[np.uint8]) -> int:
-    """Give an address for memory that another process has exported.
+def export_allocation(number: int, handle: int) -> int:
+    """Make a file descriptor of an allocation.
 
-    It stays mapped until this process ends.
+    Args:
+      number: The GPU's number in this process.
+      handle: As `find_allocation` gives it.
+
+    Returns:
+      The descriptor; the caller closes it.
+
+    Raises:
+      OSError: The driver makes none of such memory.
+    """
+    descriptor = ctypes.c_int(-1)
+    with _context(number):
+        _call(
+            "cuMemExportToShareableHandle",
+            ctypes.byref(descriptor),
+            ctypes.c_ulonglong(handle),
+            _POSIX_DESCRIPTOR,
+            _NO_FLAGS,
+        )
+    return descriptor.value
+
+
+def map_allocation(
+    number: int, process: int, handle: int, size: int, descriptor: int
+) -> int:
+    """Give an address for an allocation of another process.
+
+    It is mapped once for a reading GPU, and until this process ends.
 
     Args:
       number: The number in this process of the GPU that shall read it.
-      exported: What `export_memory` gave there.
+      process: The number of the process that exported it.
+      handle: The allocation's handle there.
+      size: Its bytes.
+      descriptor: What `export_allocation` gave there, as it arrived here.
 
     Returns:
       The address.
 
     Raises:
-      OSError: It is of another host, or the driver cannot open it.
+      OSError: The driver cannot map it.
     """
-    known = exported.tobytes()
-    offset, boot = known[_HANDLE_BYTES : _HANDLE_BYTES + 8], known[_HANDLE_BYTES + 8 :]
-    if boot != _boot_id():
-        raise OSError("the memory is on another host")
-    return _opened(number, known[:_HANDLE_BYTES]) + int.from_bytes(offset, "little")
+    key = number, process, handle
+    if key not in _mapped:
+        with _context(number):
+            _mapped[key] = _map(number, ctypes.c_size_t(size), descriptor)
+    return _mapped[key]
 
 
-@functools.cache  # an allocation is opened once by each GPU, and holds many tables
-def _opened(number: int, handle: bytes) -> int:
-    address, known = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
-    with _context(number):
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), known, _LAZY_PEER_ACCESS)
+def _map(number: int, size: ctypes.c_size_t, descriptor: int) -> int:
+    address, handle = ctypes.c_uint64(), ctypes.c_ulonglong()
+    imported = ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_DESCRIPTOR
+    _call("cuMemImportFromShareableHandle", *imported)
+    with contextlib.ExitStack() as undo:
+        zero = ctypes.c_size_t(0)
+        try:
+            place = ctypes.byref(address), size, zero, ctypes.c_uint64(0), _NO_FLAGS
+            _call("cuMemAddressReserve", *place)
+            undo.callback(_call, "cuMemAddressFree", address, size)
+            _call("cuMemMap", address, size, zero, handle, _NO_FLAGS)
+            undo.callback(_call, "cuMemUnmap", address, size)
+        finally:
+            _call("cuMemRelease", handle)  # the mapping holds the memory
+        # Not every driver lets a GPU have memory for reading alone.
+        access = (ctypes.c_int * 3)(_ON_DEVICE, number, _READ_AND_WRITE)
+        _call("cuMemSetAccess", address, size, access, ctypes.c_size_t(1))
+        undo.pop_all()
     return address.value
-
-
-def _boot_id() -> bytes:
-    text = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return text.encode()[:40].ljust(40, b"\0")

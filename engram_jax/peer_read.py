@@ -3,10 +3,13 @@
 Within one process a GPU reads another's memory by its address, over NVLink or PCIe. So
 a device needs no collective for rows that others hold, only their tables' addresses
 (`record_addresses`), which stay what they are while nobody replaces the tables. For
-memory of another process of the same host the driver gives an address, too.
+memory of another process of the same host the driver gives an address, too, once that
+process has given it a file descriptor.
 """
 
+import contextlib
 import itertools
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +23,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from . import gpu_driver, kernels
-from .processes import agreement
+from .descriptors import PATH_BYTES, open_exchange
+from .processes import agreement, machine
 
 if TYPE_CHECKING:  # it takes `mesh_reason` from here
     from .sharding import EngramSharding
+
+_DOOR_BYTES = 64 + 1 + PATH_BYTES + 4  # a machine's name, a path; a multiple of 8
 
 
 def mesh_reason(
@@ -99,7 +105,10 @@ def record_addresses(
 ) -> Array:
     """Write down for every device where the shards that it reads lie.
 
-    Where tables have several copies, a device reads those of its own replica.
+    Where tables have several copies, a device reads those of its own replica. Where
+    devices belong to several processes, all must call. What then holds a table is
+    mapped in the others, and stays taken until all processes end, also once JAX gives
+    it back.
 
     Args:
       sharding: How the table lies on the mesh.
@@ -133,7 +142,8 @@ def record_addresses(
     jax.block_until_ready((weight, scale))  # before a peer reads it
     rows = np.stack([shards.row_start[layer], shards.row_end[layer]], axis=1)
     records = {}
-    known = _known_addresses(mesh, _own_addresses(weight, scale))
+    sizes = [x.addressable_shards[0].data.nbytes for x in (weight, scale)]
+    known = _known_addresses(mesh, _own_addresses(weight, scale), sizes)
     for holders in _groups(sharding):
         for shard, reader in enumerate(holders):
             if reader.process_index == jax.process_index():
@@ -198,26 +208,76 @@ def _groups(sharding: "EngramSharding") -> npt.NDArray[Any]:
 
 
 def _known_addresses(
-    mesh: Mesh, own: dict[Any, list[int]]
+    mesh: Mesh, own: dict[Any, list[int]], sizes: list[int]
 ) -> Callable[[Any, Any], list[int]]:
     """A function that says where one device finds the shard of another."""
-    devices = list(mesh.devices.flat)
-    if {device.process_index for device in devices} == {jax.process_index()}:
+    devices, rank = list(mesh.devices.flat), jax.process_index()
+    if {device.process_index for device in devices} == {rank}:
         return lambda reader, holder: own[holder]
-    exported = np.zeros((len(devices), 2, gpu_driver.EXPORT_BYTES), np.uint8)
-    with agreement("exporting the memory of tables"):
-        for place, device in enumerate(devices):
-            for part, address in enumerate(own.get(device, ())):
+    # Of each part: the handle of its allocation, the bytes of that, the place in it.
+    mine = np.zeros((len(devices), 2, 3), np.uint64)
+    with contextlib.ExitStack() as stack:
+        with agreement("exporting the memory of tables"):
+            numbers = dict[int, int]()
+            for place, device in enumerate(devices):
                 number = device.local_hardware_id
-                exported[place, part] = gpu_driver.export_memory(number, address)
-    everywhere = np.asarray(multihost_utils.process_allgather(exported))
-    # Each device's is what its own process has; the others have zeros there.
-    exported = everywhere.reshape(-1, *exported.shape).max(axis=0)
-    opened = dict[tuple[Any, Any], list[int]]()
-    with agreement("opening the memory of tables"):
-        for reader, (place, holder) in itertools.product(own, enumerate(devices)):
-            number = reader.local_hardware_id
-            opened[reader, holder] = own.get(holder) or [
-                gpu_driver.open_memory(number, part) for part in exported[place]
-            ]
+                for part, address in enumerate(own.get(device, ())):
+                    found = gpu_driver.find_allocation(number, address, sizes[part])
+                    mine[place, part] = found
+                    numbers[found[0]] = number
+            given = list[int]()
+            for handle in _handles(mine):
+                given.append(gpu_driver.export_allocation(numbers[handle], handle))
+                stack.callback(os.close, given[-1])
+            exchange = stack.enter_context(open_exchange(rank))
+        doors, parts = _gather_doors(f"{machine()} {exchange.path}", mine)
+        # Each in an agreement of its own, so that no process waits in them.
+        with agreement("connecting to those that hold tables"):
+            paths = dict[int, str]()
+            for process, door in enumerate(doors):
+                name, path = door.split(" ", 1)
+                if name != machine():
+                    whose = f"that of process {process}"
+                    raise OSError(f"the memory is on another host, {whose}")
+                if process != rank:
+                    paths[process] = path
+            exchange.connect(paths)
+        with agreement("giving the memory of tables"):
+            exchange.give(given)
+        with agreement("opening the memory of tables"):
+            taken = {
+                process: dict(zip(_handles(parts[process]), some, strict=True))
+                for process, some in exchange.take().items()
+            }
+            opened = dict[tuple[Any, Any], list[int]]()
+            for reader, (place, holder) in itertools.product(own, enumerate(devices)):
+                number, process = reader.local_hardware_id, holder.process_index
+                opened[reader, holder] = own.get(holder) or [
+                    gpu_driver.map_allocation(
+                        number, process, handle, size, taken[process][handle]
+                    )
+                    + offset
+                    for handle, size, offset in parts[process][place].tolist()
+                ]
     return lambda reader, holder: opened[reader, holder]
+
+
+def _handles(parts: npt.NDArray[np.uint64]) -> list[int]:
+    """The allocations that a process's parts lie in, in the order they are given."""
+    return np.unique(parts[parts[..., 1] > 0][:, 0]).tolist()
+
+
+def _gather_doors(
+    door: str, parts: npt.NDArray[np.uint64]
+) -> tuple[list[str], list[npt.NDArray[np.uint64]]]:
+    """By process: machine and path of its socket, and where its parts lie."""
+    block = os.fsencode(door).ljust(_DOOR_BYTES, b"\0") + parts.tobytes()
+    blocks = multihost_utils.process_allgather(np.frombuffer(block, np.uint8))
+    known = [row.tobytes() for row in np.asarray(blocks).reshape(-1, len(block))]
+    return (
+        [os.fsdecode(text[:_DOOR_BYTES].rstrip(b"\0")) for text in known],
+        [
+            np.frombuffer(text, np.uint64, offset=_DOOR_BYTES).reshape(parts.shape)
+            for text in known
+        ],
+    )

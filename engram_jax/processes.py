@@ -103,11 +103,24 @@ def processes_of_node() -> int:
     """
     if jax.process_count() == 1:
         return 1
-    try:
-        own = _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        own = platform.node()
+    own = machine()
     return _gather(own, "counting a machine's processes").count(own)
+
+
+def machine() -> str:
+    """Name this machine; another start of it has another name.
+
+    Returns:
+        The kernel's name for this start, or the machine's own without one.
+
+    Example:
+        >>> machine() == machine()
+        True
+    """
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
 
 
 def _reason(error: BaseException | None) -> str:

@@ -1,92 +1,43 @@
 """Memory across processes, against a driver that is a few Python functions."""
-# ruff: noqa: N802, the names of functions are CUDA's
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 
-import numpy as np
 import pytest
+from driver_stand_in import PAGE, Driver
 
 from engram_jax import gpu_driver
 
-ALREADY_MAPPED, INVALID = 208, 1
-
-
-class Driver:
-    """What the functions ask of CUDA: two GPUs, and one allocation on each."""
-
-    def __init__(self):
-        self.stack, self.retained, self.mapped = [], 0, set()
-        self.reachable = {(10, 11)}
-
-    def __getattr__(self, name):
-        raise AssertionError(f"{name} is not part of what may be called")
-
-    def cuDeviceGet(self, device, number):
-        device._obj.value = 10 + number
-        return 0 if number < 2 else INVALID
-
-    def cuDeviceCanAccessPeer(self, answer, one, other):
-        answer._obj.value = (one.value, other.value) in self.reachable
-        return 0
-
-    def cuDevicePrimaryCtxRetain(self, context, device):
-        context._obj.value = 100 * device.value
-        self.retained += 1
-        return 0
-
-    def cuDevicePrimaryCtxRelease_v2(self, device):
-        self.retained -= 1
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context):
-        self.stack.append(context.value)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context):
-        context._obj.value = self.stack.pop()
-        return 0
-
-    def cuMemGetAddressRange_v2(self, base, size, address):
-        if address.value < 1 << 40:
-            return INVALID
-        base._obj.value = address.value >> 40 << 40
-        size._obj.value = 1 << 40
-        return 0
-
-    def cuIpcGetMemHandle(self, handle, base):
-        assert self.stack, "no context"
-        text = f"allocation {base.value >> 40}".encode()
-        ctypes.memmove(handle, text.ljust(64, b"\0"), 64)
-        return 0
-
-    def cuIpcOpenMemHandle_v2(self, address, handle, flags):
-        assert flags == 1  # peer access on demand
-        key = self.stack[-1], bytes(handle)
-        if key in self.mapped:
-            return ALREADY_MAPPED
-        self.mapped.add(key)
-        number = int(bytes(handle).rstrip(b"\0").split()[1])
-        address._obj.value = (self.stack[-1] << 50) + (number << 44)
-        return 0
-
-    def cuGetErrorName(self, code, text):
-        text._obj.value = f"CUDA_ERROR_{code}".encode()
-        return 0
+BASE, SIZE = 7 << 40, 4 * PAGE
+CONTENT = os.urandom(SIZE)
 
 
 @pytest.fixture
 def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(gpu_driver, "_driver", lambda: stand_in)
+    monkeypatch.setattr(gpu_driver, "_kept", set())
+    monkeypatch.setattr(gpu_driver, "_mapped", {})
     gpu_driver.can_reach.cache_clear()
-    gpu_driver._opened.cache_clear()
     yield stand_in
     assert not stand_in.stack
     assert stand_in.retained == 0
+    assert not stand_in.imported  # a mapping needs no handle
+    assert stand_in.mapped == set(stand_in.reserved)
     gpu_driver.can_reach.cache_clear()
-    gpu_driver._opened.cache_clear()
+    stand_in.close()
+
+
+@contextlib.contextmanager
+def exported(handle):
+    descriptor = gpu_driver.export_allocation(0, handle)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_the_driver_says_who_reaches_whom(driver):
@@ -106,32 +57,94 @@ def test_without_a_driver_nothing_is_reached(monkeypatch):
     gpu_driver.can_reach.cache_clear()
 
 
-def test_tables_within_one_allocation_are_opened_with_it_once(driver):
-    """Pitfall: a handle is of the whole allocation, and is not opened twice."""
-    first, second = ((7 << 40) + offset for offset in (4096, 123_456_789_012))
-    exported = [gpu_driver.export_memory(0, address) for address in (first, second)]
-    assert {x.shape for x in exported} == {(gpu_driver.EXPORT_BYTES,)}
-    opened = [gpu_driver.open_memory(1, part) for part in exported]
-    base = (1100 << 50) + (7 << 44)
-    assert opened == [base + 4096, base + 123_456_789_012]
-    # Another GPU of this process has an address of its own.
-    assert gpu_driver.open_memory(0, exported[0]) == (1000 << 50) + (7 << 44) + 4096
+def test_what_lies_in_another_process_is_read_by_an_address(driver):
+    handle = driver.allocate(CONTENT, BASE)
+    found = gpu_driver.find_allocation(0, BASE + 4321, 100)
+    assert found == (handle, SIZE, 4321)
+    with exported(handle) as descriptor:
+        address = gpu_driver.map_allocation(1, 5, handle, SIZE, descriptor)
+    # The descriptor is closed and the handle released: the mapping stays.
+    assert ctypes.string_at(address, SIZE) == CONTENT
 
 
-def test_memory_of_another_host_is_refused(driver, monkeypatch, tmp_path):
-    exported = gpu_driver.export_memory(0, 7 << 40)
-    other = tmp_path / "boot_id"
-    other.write_text("11111111-2222-3333-4444-555555555555\n")
-    monkeypatch.setattr(gpu_driver, "_BOOT_ID", other)
-    with pytest.raises(OSError, match="the memory is on another host"):
-        gpu_driver.open_memory(1, exported)
+def test_tables_within_one_allocation_are_mapped_with_it_once(driver):
+    """For each GPU that reads; and each process's allocations are its own."""
+    handle = driver.allocate(CONTENT, BASE)
+    first, second = (gpu_driver.find_allocation(0, BASE + at, 8) for at in (0, 999))
+    assert first == (handle, SIZE, 0)
+    assert second == (handle, SIZE, 999)
+    assert driver.allocations[handle].references == 2  # JAX's, and the one kept
+    with exported(handle) as descriptor:
+        readers = [(1, 5), (1, 5), (0, 5), (1, 6)]
+        addresses = [
+            gpu_driver.map_allocation(number, process, handle, SIZE, descriptor)
+            for number, process in readers
+        ]
+    assert addresses[0] == addresses[1]
+    assert len(set(addresses)) == 3
+    assert driver.calls.count("cuMemMap") == 3
 
 
-def test_the_driver_s_refusals_are_named(driver):
-    with pytest.raises(OSError, match=r"cuMemGetAddressRange_v2: CUDA_ERROR_1 \(1\)"):
-        gpu_driver.export_memory(0, 5)
-    exported = gpu_driver.export_memory(0, 7 << 40)
-    gpu_driver.open_memory(1, exported)
-    gpu_driver._opened.cache_clear()
-    with pytest.raises(OSError, match="CUDA_ERROR_208"):
-        gpu_driver.open_memory(1, np.array(exported))
+def test_a_later_allocation_is_never_taken_for_an_earlier_one(driver):
+    """Pitfall: JAX frees memory, and gets other memory at the same address."""
+    before = driver.allocate(CONTENT, BASE)
+    gpu_driver.find_allocation(0, BASE, SIZE)
+    with exported(before) as descriptor:
+        first = gpu_driver.map_allocation(1, 5, before, SIZE, descriptor)
+    driver.free(before)
+    driver.allocate(CONTENT[::-1], BASE)
+    after, size, _ = gpu_driver.find_allocation(0, BASE, SIZE)
+    assert after != before
+    with exported(after) as descriptor:
+        second = gpu_driver.map_allocation(1, 5, after, size, descriptor)
+    assert ctypes.string_at(first, SIZE) == CONTENT
+    assert ctypes.string_at(second, SIZE) == CONTENT[::-1]
+
+
+@pytest.mark.parametrize("value", ["cuda_async", None])
+def test_memory_of_another_allocator_is_refused(driver, monkeypatch, value):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    if value:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", value)
+    driver.allocate(CONTENT, BASE)
+    driver.refused.add("cuMemRetainAllocationHandle")
+    with pytest.raises(OSError, match="of JAX's default allocator only") as error:
+        gpu_driver.find_allocation(0, BASE, 8)
+    said = str(error.value)
+    assert f"CLIENT_ALLOCATOR is {value or 'not set'}: leave it unset" in said
+    assert "(cuMemRetainAllocationHandle: CUDA_ERROR_1 (1))" in said
+
+
+def test_memory_that_is_not_within_one_allocation_is_refused(driver):
+    driver.allocate(CONTENT, BASE)
+    driver.allocate(CONTENT, BASE + SIZE)
+    gpu_driver.find_allocation(0, BASE + 100, SIZE - 100)
+    with pytest.raises(OSError, match="lie in several allocations"):
+        gpu_driver.find_allocation(0, BASE + 100, SIZE - 99)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuMemGetAddressRange_v2",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+    ],
+)
+def test_the_driver_s_refusals_are_named_and_leave_nothing(driver, name):
+    handle = driver.allocate(CONTENT, BASE)
+
+    def open_it():
+        gpu_driver.find_allocation(0, BASE, SIZE)
+        with exported(handle) as descriptor:
+            return gpu_driver.map_allocation(1, 5, handle, SIZE, descriptor)
+
+    driver.refused.add(name)
+    with pytest.raises(OSError, match=rf"{name}: CUDA_ERROR_1 \(1\)"):
+        open_it()
+    assert not driver.reserved
+    driver.refused.clear()
+    assert ctypes.string_at(open_it(), SIZE) == CONTENT

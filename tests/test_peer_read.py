@@ -311,38 +311,6 @@ def test_processes_are_peers_only_if_asked_for_and_all_there(
     )
 
 
-def test_processes_tell_each_other_their_addresses(monkeypatch, library_errors):
-    """Two processes of two devices each; the driver maps a handle for each reader."""
-    devices = [Gpu(n % 2, process_index=n // 2) for n in range(4)]
-    own = {device: [1000 + n, 2000 + n] for n, device in enumerate(devices)}
-    size = gpu_driver.EXPORT_BYTES
-
-    def export_memory(number, address):
-        text = f"{number}:{address}".encode().ljust(size, b"\0")
-        return np.frombuffer(text, np.uint8)
-
-    def open_memory(number, exported):
-        holder, address = bytes(exported).rstrip(b"\0").decode().split(":")
-        return int(address) * 100 + number * 10 + int(holder)
-
-    def gather(mine):
-        """What the other process would send, beside what this one does."""
-        theirs = np.zeros_like(mine)
-        for n in (2, 3):
-            for part, address in enumerate(own[devices[n]]):
-                theirs[n, part] = export_memory(n % 2, address)
-        return np.stack([mine, theirs])
-
-    monkeypatch.setattr(gpu_driver, "export_memory", export_memory)
-    monkeypatch.setattr(gpu_driver, "open_memory", open_memory)
-    monkeypatch.setattr(peer_read.multihost_utils, "process_allgather", gather)
-    mine = {device: own[device] for device in devices[:2]}
-    known = peer_read._known_addresses(mesh_of(*devices), mine)
-    assert known(devices[0], devices[1]) == [1001, 2001]
-    assert known(devices[0], devices[2]) == [100200, 200200]
-    assert known(devices[1], devices[3]) == [100311, 200311]
-
-
 # --- Refusals -------------------------------------------------------------------------
 
 
