@@ -30,6 +30,8 @@ from engram_jax.shards import RowFormat
 
 ONE = "one GPU"
 PLAIN = "plain all_to_all of the bytes of: "
+ADDING = "1 added to the hidden states of: "
+"""What starting a program with a step's operands takes, whatever it runs."""
 
 
 def step(bench: MeasuredMesh) -> Iterator[Result]:
@@ -43,7 +45,7 @@ def step(bench: MeasuredMesh) -> Iterator[Result]:
         _check(bench, programs, forms, tokens)
         times = measure_all(programs, bench.counters)
         for name in programs:
-            moved = None if name == ONE else bench.received(forms[name], tokens)
+            moved = bench.received(forms[name], tokens) if name in forms else None
             yield from bench.report("step", name, tokens, times[name], moved)
         yield from _judge_step(bench, times, forms, tokens)
 
@@ -62,6 +64,7 @@ def _forms(bench: MeasuredMesh, tokens: int) -> dict[str, EngramSharding]:
 
 def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
     jobs, rest = {}, {}
+    started = (ONE, next(iter(forms))) if tokens == bench.sizes.few else ()
     for name, sharding in {ONE: None, **forms}.items():
         step = mesh_stacks.Step.of(
             bench.one if sharding is None else bench.stack(sharding)
@@ -81,6 +84,15 @@ def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
             compile_step, step, (step.leaves, hidden, batches[0]), hidden.sharding
         )
         rest[name] = step.leaves, batches, again
+        if name in started:
+            added = ADDING + name
+            jobs[added] = functools.partial(
+                compile_step,
+                lambda leaves, hidden, batch: hidden + 1,
+                (step.leaves, hidden, batches[0]),
+                hidden.sharding,
+            )
+            rest[added] = rest[name]
     done = compile_all(jobs)
     return {name: Program(done[name], *rest[name]) for name in jobs}
 
@@ -150,6 +162,9 @@ def _judge_step(bench: MeasuredMesh, times, forms, tokens) -> Iterator[Result]:
     yield bench.ratio("step", f"{name}, each waited for", value, at_most=bound)
     for line in more["where"]:
         print(line, flush=True)
+    added = [f"{median(name):.1f} us for {name}" for name in times if ADDING in name]
+    if added:
+        print(f"starting any program: {', '.join(added)}", flush=True)
 
 
 def rows(bench: MeasuredMesh) -> Iterator[Result]:

@@ -176,5 +176,7 @@ def compile_step(
     if out_sharding is None:
         jitted = jax.jit(function)
     else:
-        jitted = jax.jit(function, donate_argnums=1, out_shardings=out_sharding)
+        jitted = jax.jit(
+            function, donate_argnums=1, out_shardings=out_sharding, keep_unused=True
+        )
     return jitted.lower(*operands).compile()

@@ -137,7 +137,7 @@ def test_peer_reads_are_264_bytes_a_remote_row_and_nothing_else(
     assert "as asked; it needs FP8 tables" in plan.reasons["exchange"]
     chosen = make_plan(config, tokens=16, **choices)
     assert not any(c.chosen for c in chosen.choices if c.exchange == "peer_read")
-    assert "up to 4096 tokens of a device" in chosen.reasons["peer_read"]
+    assert "up to 32768 tokens of a device" in chosen.reasons["peer_read"]
 
 
 def test_placements_take_what_they_say(config):
@@ -173,7 +173,7 @@ def test_command_prints_text_and_json(v41, tmp_path, capsys):
     assert "->all_to_all      packed" in text
     assert "Chosen (->): each device needs its own tokens' rows only." in text
     assert "ids  all-to-all over 4 devices: 4,608 bytes" in text
-    assert "peer_read: up to 4096 tokens of a device, where they can" in text
+    assert "peer_read: up to 32768 tokens of a device, where they can" in text
     peers = ["--tp", "2", "--dp", "4", "--exchange", "peer_read"]
     assert main(["plan", str(path), *peers]) == 0
     text = capsys.readouterr().out
