@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused(arguments, said, capsys):
 def run_on_gpus(capsys, monkeypatch):
     """Runs the script on two GPUs, beside this process that has most of them."""
     if len(jax.devices()) < 2:
-        pytest.skip(f"needs 2 GPUs; {len(jax.devices())} is here")
+        pytest.skip(reason=f"needs 2 GPUs; {len(jax.devices())} is here")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.08")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", os.environ.get("NCCL_NVLS_ENABLE", "0"))
 

@@ -167,7 +167,7 @@ def mounted(request, tmp_path):
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not allowed here")
+        pytest.skip(reason="mounting a file system is not allowed here")
     yield path, request.param == "huge=advise"
     subprocess.run(["umount", str(path)], check=True)
 

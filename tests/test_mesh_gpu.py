@@ -30,7 +30,7 @@ SIZES = Sizes(mesh_stacks.with_rows(mesh_stacks.V41, 24 * 40_000), (300,), 5, 30
 def two_gpus():
     found = jax.devices()
     if len(found) < 2:
-        pytest.skip(f"needs 2 GPUs; 1 is here ({found[0].device_kind})")
+        pytest.skip(reason=f"needs 2 GPUs; 1 is here ({found[0].device_kind})")
 
 
 @pytest.fixture(scope="module", params=AXES, ids=["tp=2", "dp=2"])

@@ -349,7 +349,7 @@ def tiny_tmpfs(tmp_path):
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=112k", "tmpfs", str(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not allowed here")
+        pytest.skip(reason="mounting a file system is not allowed here")
     yield path
     subprocess.run(["umount", str(path)], check=True)
 
