@@ -12,6 +12,7 @@ from . import kernels, mxfp8
 from .constant import Constant
 from .exchange import fetch_rows, unpad_tokens
 from .host_storage import PinnedHostTable
+from .host_table import RecordTable
 from .peer_read import check_addresses, record_addresses, table_reason
 from .sharding import EngramSharding
 from .shards import PEER_READ_NEEDS
@@ -103,6 +104,8 @@ class ParallelEngramEmbedding(nnx.Module):
         else:
             self.weight = nnx.data(Constant(weight))
             self.scale = nnx.data(Constant(mxfp8.scale_bytes(scale)))
+        if isinstance(storage, RecordTable):
+            storage.register()
         self.storage = storage
         self.row_start = row_start
         self.backend: kernels.Backend | None = backend
@@ -116,7 +119,8 @@ class ParallelEngramEmbedding(nnx.Module):
         """Take a table outside device memory.
 
         Args:
-            storage: `host_storage.MappedFileTable` or `PinnedHostTable`.
+            storage: a `MappedFileTable`, `PinnedHostTable`, `HostTable` or
+                `SharedHostTable`.
 
         Returns:
             The embedding; its rows are those that a device table would give.

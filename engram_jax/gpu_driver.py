@@ -9,12 +9,13 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _POSIX_DESCRIPTOR = 1
 _ON_DEVICE, _READ_AND_WRITE = 1, 3
 _NO_FLAGS = ctypes.c_ulonglong(0)
+_FOR_ALL_GPUS, _READ_ONLY = 1 | 2, 8  # 2: with an address there
 _kept = set[int]()
 _mapped = dict[tuple[int, int, int], int]()
 
@@ -182,3 +183,46 @@ def _map(number: int, size: ctypes.c_size_t, descriptor: int) -> int:
         _call("cuMemSetAccess", address, size, access, ctypes.c_size_t(1))
         undo.pop_all()
     return address.value
+
+
+def register(number: int, address: int, size: int) -> int:
+    """Let all GPUs of this process read host memory.
+
+    Args:
+      number: A GPU's number in this process.
+      address: Of the memory, at the start of a page.
+      size: Its bytes. They are locked in memory from now on.
+
+    Returns:
+      Where GPUs find it.
+
+    Raises:
+      OSError: The driver refuses.
+    """
+    where, size_ = ctypes.c_uint64(), ctypes.c_size_t(size)
+    memory = ctypes.c_void_p(address)
+    with _context(number):
+        try:
+            _call("cuMemHostRegister_v2", memory, size_, _FOR_ALL_GPUS)
+        except OSError:  # what this process may not write, either
+            _call("cuMemHostRegister_v2", memory, size_, _FOR_ALL_GPUS | _READ_ONLY)
+        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(where), memory, 0)
+    return where.value
+
+
+def unregister(numbers: Iterable[int], address: int) -> None:
+    """End what `register` began, when all GPUs have done what they were given.
+
+    Args:
+      numbers: Of all GPUs that may read it; the first is that of `register`.
+      address: Of the memory.
+
+    Raises:
+      OSError: The driver refuses.
+    """
+    numbers = list(numbers)
+    for number in numbers:
+        with _context(number):
+            _call("cuCtxSynchronize")
+    with _context(numbers[0]):
+        _call("cuMemHostUnregister", ctypes.c_void_p(address))

@@ -35,12 +35,15 @@ class HostMemoryOptions:
       prefault: Make all pages present while loading, so that no step waits for one.
       lock: Keep pages from being swapped out; needs a limit (``ulimit -l``) that
         allows it.
+      register: Let the GPU read rows by itself, where there is one: for few rows that
+        is sooner than to gather and copy them. Pages are then not swapped out, either.
     """
 
     huge_pages: bool = True
     interleave: bool = True
     prefault: bool = True
     lock: bool = False
+    register: bool = True
 
 
 @dataclasses.dataclass
@@ -52,12 +55,14 @@ class HostMemoryReport:
       interleave: Likewise.
       prefault: Likewise.
       lock: Likewise.
+      register: Likewise.
     """
 
     huge_pages: str = "off"
     interleave: str = "off"
     prefault: str = "off"
     lock: str = "off"
+    register: str = "off"
 
     def __str__(self) -> str:
         fields = dataclasses.asdict(self).items()

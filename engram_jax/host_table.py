@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Array, Int32, UInt8
 
+from . import kernels
 from .config import QUANT_BLOCK
 from .host_memory import HostMapping, HostMemoryOptions, HostMemoryReport
 from .host_storage import HostRows, check_table, take_rows
+from .kernels.dispatch import missing_gpu_reason
 from .memory_plan import gigabytes, host_room
+from .registered_memory import RegisteredMemory
 from .safetensors_file import TensorInfo, read_rows
 
 _log = logging.getLogger(__name__)
@@ -27,25 +32,81 @@ class RecordTable(HostRows):
     """Read rows whose values and scales lie side by side in host memory.
 
     A row of D = 256 is one record of 264 bytes, so that it costs one miss of the caches
-    instead of two.
+    instead of two. Where the memory could be registered with CUDA, lookups inside jit
+    are kernels that read it over PCIe; elsewhere they are calls back to the host. A
+    `ParallelEngramEmbedding` that gets the table asks for that.
 
     Attributes:
       num_rows: Rows of the table.
       head_dim: Values of a row, D.
+      direct_tokens: Up to this many tokens, `EngramPrefetch` leaves the reading to the
+        GPU's kernel.
       report: What came of the options.
 
     Args:
-      records: All rows' bytes [R, D + D/32].
+      records: All rows' bytes [R, D + D/32], from the start of a page.
       report: What came of the options.
+      may_register: `HostMemoryOptions.register`.
     """
 
+    direct_tokens = 64
+
     def __init__(
-        self, records: npt.NDArray[np.uint8], report: HostMemoryReport
+        self,
+        records: npt.NDArray[np.uint8],
+        report: HostMemoryReport,
+        *,
+        may_register: bool = True,
     ) -> None:
         self.num_rows, width = records.shape
         self.head_dim = width * QUANT_BLOCK // (QUANT_BLOCK + 1)
         self.report = report
         self._records: npt.NDArray[np.uint8] | None = records
+        self._may_register = may_register
+        self._registered: RegisteredMemory | None = None
+
+    def register(self) -> None:
+        """Let the GPU read the rows by itself, if there is one and the options say so.
+
+        It takes about a second for 17 GB; what came of it is in `report`. JAX's backend
+        starts, if it has not.
+
+        Raises:
+          ValueError: The table was closed.
+        """
+        if not self._may_register or self._registered is not None:
+            return
+        try:
+            self._registered = RegisteredMemory(self._open_records())
+            self.report.register = "on"
+        except OSError as error:
+            self.report.register = f"not available: {error}"
+
+    @property
+    def reads_on_device(self) -> bool:
+        """Tell whether a kernel of the device reads the rows, instead of the host."""
+        return self._registered is not None and missing_gpu_reason() is None
+
+    def lookup_packed(self, ids: Int32[Array, "..."]) -> UInt8[Array, "... P"]:
+        """Read rows as stored: D value bytes, then D/32 scale bytes.
+
+        Args:
+          ids: Rows, of any shape; an id outside the table reads as zeros.
+
+        Returns:
+          uint8 [..., D + D/32].
+
+        Raises:
+          ValueError: The table was closed.
+        """
+        self._open_records()
+        if self._registered is None or not self.reads_on_device:
+            return super().lookup_packed(ids)
+        # The program refers to this object, and so keeps the memory where it is.
+        address = jnp.asarray(self._registered.address)
+        return kernels.record_lookup(
+            address, ids, num_rows=self.num_rows, head_dim=self.head_dim
+        )
 
     def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
         """Read rows on the host into memory that is there; threads may do so at once.
@@ -69,7 +130,11 @@ class RecordTable(HostRows):
         )
 
     def close(self) -> None:
-        """Let go of the memory; also done when the table is forgotten."""
+        """Let go of the memory; also done when the table is forgotten.
+
+        Memory that GPUs read is given back when the table is forgotten, and with it
+        every compiled function that reads it.
+        """
         self._records = None
 
     def _open_records(self) -> npt.NDArray[np.uint8]:
@@ -126,7 +191,7 @@ class HostTable(RecordTable):
         records = fill_records(mapping, 0, parts, states, what, show_progress)
         mapping.settle()
         records.flags.writeable = False
-        super().__init__(records, mapping.report)
+        super().__init__(records, mapping.report, may_register=options.register)
         _log.info(
             "%s in this process's memory: %s (%s)",
             weight.name,

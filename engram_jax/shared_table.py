@@ -107,7 +107,8 @@ class SharedHostTable(RecordTable):
             mapping.report.huge_pages = filled.huge_pages
             mapping.report.interleave = filled.interleave
         flat = np.frombuffer(mapping.buffer, np.uint8, offset=_HEADER_BYTES)
-        super().__init__(flat.reshape(rows, width), mapping.report)
+        records = flat.reshape(rows, width)
+        super().__init__(records, mapping.report, may_register=options.register)
         self._release = weakref.finalize(self, _close, path, descriptor, os.getpid())
         _log.info(
             "%s in shared memory: %s, %s (%s)",

@@ -70,9 +70,10 @@ def table_bytes(rows: Any, xp: Any = np) -> tuple[Any, Any]:
     return ((x >> 13) % 127).astype(xp.uint8), scales.astype(xp.uint8)
 
 
-def make_records(pinned: PinnedHostTable) -> RecordTable:
-    """Makes the same table of rows with values and scales side by side."""
-    rows = pinned.num_rows
+@functools.cache
+def make_records(rows: int) -> RecordTable:
+    """Makes the same table of rows with values and scales side by side, once."""
+    pinned = make_pinned(rows)
     mapping = HostMapping(None, rows * ROW_BYTES, HostMemoryOptions())
     records = np.frombuffer(mapping.buffer, np.uint8).reshape(rows, ROW_BYTES)
     values = host_view(pinned.weight[...]).view(np.uint8)
@@ -343,7 +344,7 @@ def host_tables() -> Iterator[Result]:
         pinned = make_pinned(rows)
         jax.block_until_ready((pinned.weight[...], pinned.scale[...]))
     with section("table of records"):
-        records = make_records(pinned)
+        records = make_records(rows)
     stacks = {"split": make_stack(pinned), "records": make_stack(records)}
     direct = direct_lookup(pinned)
     medians: dict[Any, float] = {}
@@ -397,22 +398,29 @@ def host_tables() -> Iterator[Result]:
 
 
 def lookup_host() -> Iterator[Result]:
-    """Times the kernel that reads pinned memory itself, to bfloat16."""
+    """Times the kernels that read host memory by themselves.
+
+    From pinned arrays to bfloat16, and records at an address as they are.
+    """
     if jax.default_backend() != "gpu":
         return
     import benchmark_gpu  # here, since it needs the profiler of a GPU
 
-    pinned = make_pinned(GPU_ROWS)
-    table = pinned.weight[...], pinned.scale[...]
+    pinned, records = make_pinned(GPU_ROWS), make_records(GPU_ROWS)
+    records.register()
+    assert records.reads_on_device, records.report.register
+    arrays = pinned.weight[...], pinned.scale[...]
     for tokens in PINNED_TOKENS:
         hashes = [random_hashes(tokens, GPU_ROWS, seed) for seed in range(8)]
         ids = jnp.asarray(np.stack([some.reshape(-1) for some in hashes]))
-        found = jax.jit(kernels.lookup_packed)(*table, ids[0])
-        check_rows(found, hashes[0])
+        check_rows(jax.jit(kernels.lookup_packed)(*arrays, ids[0]), hashes[0])
+        check_rows(jax.jit(records.lookup_packed)(ids[0]), hashes[0])
         size = tokens * COLUMNS * ROW_BYTES
-        yield from benchmark_gpu.row_results(
-            "lookup_host", kernels.lookup, table, ids, size
-        )
+        for operation, lookup, table in (
+            ("lookup_host", kernels.lookup, arrays),
+            ("lookup_records", records.lookup_packed, ()),
+        ):
+            yield from benchmark_gpu.row_results(operation, lookup, table, ids, size)
 
 
 def mapped_file() -> Iterator[Result]:

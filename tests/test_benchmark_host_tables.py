@@ -44,7 +44,7 @@ def test_another_program_is_not_the_direct_lookup(pinned, reads_itself):
     assert not host.chooses_direct(
         stack, functools.partial(and_more, direct.args[0]), 1
     )
-    other = host.make_stack(host.make_records(pinned)).layers[1].embedding
+    other = host.make_stack(host.make_records(ROWS)).layers[1].embedding
     assert not host.chooses_direct(stack, host.direct_lookup(other), 1)
 
 
@@ -96,7 +96,7 @@ def test_the_direct_lookup_is_not_measured_against_itself(reads_itself, capsys):
 
 
 def test_rows_of_another_batch_show_behind_a_step(pinned, monkeypatch):
-    stack = host.make_stack(host.make_records(pinned))
+    stack = host.make_stack(host.make_records(ROWS))
     assert not list(host.measure_step(stack, ROWS, 4))  # CPUs are not judged
     known = host.known_sum
     monkeypatch.setattr(host, "known_sum", lambda ids: known(ids) + np.uint32(1))

@@ -321,7 +321,7 @@ def test_options_are_reported(source, large):
     table = open_table(source, options=off)
     assert (
         str(table.report)
-        == "huge_pages: off, interleave: off, prefault: off, lock: off"
+        == "huge_pages: off, interleave: off, prefault: off, lock: off, register: off"
     )
     np.testing.assert_array_equal(table.gather(IDS), expected(source, IDS))
 

@@ -16,6 +16,7 @@ from .ngram_rows import reads_at_once as reads_at_once
 from .peer_lookup import RECORD_WORDS as RECORD_WORDS
 from .peer_lookup import make_record as make_record
 from .peer_lookup import peer_lookup as peer_lookup
+from .record_lookup import record_lookup as record_lookup
 from .wkv import OrderedRows as OrderedRows
 from .wkv import dequantize_weight as dequantize_weight
 from .wkv import quantize_weight as quantize_weight

@@ -37,7 +37,7 @@ from .mosaic_pallas import (
 
 INTERPRET_REASON = "it reads memory per thread, which the interpreter cannot do"
 
-_BLOCK = 32  # values that share a scale
+BLOCK = 32  # values that share a scale
 _NAN_VALUE, _NAN_SCALE = 0x7F, 255  # bytes that stand for NaN
 _PIECE = 8  # values, or bytes of a packed row, that a thread moves at a time
 # Pieces that a thread reads before it uses the first. On an H200, rows of 256: one is
@@ -61,7 +61,7 @@ class Sizes:
     @property
     def scales(self) -> int:
         """Count the scales of a row."""
-        return self.width // _BLOCK
+        return self.width // BLOCK
 
     def out_type(self, packed: bool) -> jax.ShapeDtypeStruct:
         """Give the type of the output: [rows, D] bfloat16, or D + D/32 bytes."""
@@ -99,7 +99,7 @@ class Place:
     ) -> "Place":
         """Give the place of a row of a table, by the addresses of its parts."""
         at = row.widen()
-        return cls(weight + at * width, scale + at * (width // _BLOCK), inside)
+        return cls(weight + at * width, scale + at * (width // BLOCK), inside)
 
     def or_nan(self, word: Word, nan: Word) -> Word:
         """Give the word that was read, or `nan` for a row that is NaN."""
@@ -133,8 +133,8 @@ def unsupported_reason(
     if len(widths) != 1:
         return f"tables differ in their rows' width: {sorted(widths)}"
     (width,) = widths
-    if width % _BLOCK:
-        return f"rows have {width} values, not a multiple of {_BLOCK}"
+    if width % BLOCK:
+        return f"rows have {width} values, not a multiple of {BLOCK}"
     rows = ids.size if columns is None else math.prod(ids.shape[:2]) * columns
     if rows * width // _PIECE >= 2**31:
         return f"{rows} rows have more pieces than 32 bits can count"
@@ -241,7 +241,7 @@ def dequantize(locate: Locate, out: Word, pieces: Sequence[Word], sizes: Sizes) 
     # All reads are issued before the first result is used.
     read = []
     for _, part, place, _ in todo:
-        block = part // (_BLOCK // _PIECE)
+        block = part // (BLOCK // _PIECE)
         words = load(place.values + part.widen() * _PIECE, 2, only_if=place.inside)
         scale = load(place.scales + block.widen(), width=8, only_if=place.inside)
         read.append((words, *scale))
