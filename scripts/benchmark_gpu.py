@@ -37,7 +37,8 @@ STREAMS, WIDTH = CONFIG.hc_mult, CONFIG.hidden_size
 COLUMNS, DIM = CONFIG.n_hash_cols, CONFIG.head_dim
 OUTPUTS, INPUTS = (STREAMS + 1) * WIDTH, COLUMNS * DIM
 ROW_BYTES = DIM + DIM // 32
-CACHED = "pallas, rows in cache"
+IN_CACHE = ", rows in cache"
+CACHED = "pallas" + IN_CACHE
 TABLE_ROWS = 64_000_000  # 17 GB: far beyond any cache, and two of them fit
 
 
@@ -114,7 +115,12 @@ def cold_row_times(lookup: Callable[..., Any], table: tuple, ids: jax.Array):
 
 
 def row_results(
-    operation: str, lookup: Callable[..., Any], table: tuple, ids: jax.Array, size: int
+    operation: str,
+    lookup: Callable[..., Any],
+    table: tuple,
+    ids: jax.Array,
+    size: int,
+    variant: str = "pallas",
 ) -> Iterator[Result]:
     """Time a kernel on rows that no cache holds, and on rows that were just read.
 
@@ -124,13 +130,14 @@ def row_results(
         table: its arrays.
         ids: [samples, n].
         size: bytes that a call moves.
+        variant: name of the kernel.
     """
     tokens = ids.shape[1] // COLUMNS
     times = cold_row_times(lookup, table, ids)
-    yield kernel_result(operation, "pallas", tokens, times, size)
+    yield kernel_result(operation, variant, tokens, times, size)
     # Few sets, read in turns: up to the size of the cache, it has them.
     times = kernel_times(lookup, [(*table, some) for some in ids[:4]], is_kernel=True)
-    yield kernel_result(operation, CACHED, tokens, times, size)
+    yield kernel_result(operation, variant + IN_CACHE, tokens, times, size)
 
 
 def kernel_result(operation, variant, tokens, times, size=None) -> Result:

@@ -416,11 +416,13 @@ def lookup_host() -> Iterator[Result]:
         check_rows(jax.jit(kernels.lookup_packed)(*arrays, ids[0]), hashes[0])
         check_rows(jax.jit(records.lookup_packed)(ids[0]), hashes[0])
         size = tokens * COLUMNS * ROW_BYTES
-        for operation, lookup, table in (
-            ("lookup_host", kernels.lookup, arrays),
-            ("lookup_records", records.lookup_packed, ()),
+        for variant, lookup, table in (
+            ("pallas", kernels.lookup, arrays),
+            ("pallas, records", records.lookup_packed, ()),
         ):
-            yield from benchmark_gpu.row_results(operation, lookup, table, ids, size)
+            yield from benchmark_gpu.row_results(
+                "lookup_host", lookup, table, ids, size, variant
+            )
 
 
 def mapped_file() -> Iterator[Result]:

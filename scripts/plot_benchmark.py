@@ -19,6 +19,12 @@ COLUMNS = 3
 STYLES = {
     "pallas": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
     "pallas, rows in cache": {"color": "tab:blue", "linestyle": ":", "marker": "."},
+    "pallas, records": {"color": "tab:purple", "linewidth": 2.5, "marker": "o"},
+    "pallas, records, rows in cache": {
+        "color": "tab:purple",
+        "linestyle": ":",
+        "marker": ".",
+    },
     "ordered": {"color": "tab:blue", "linewidth": 2.5, "marker": "o"},
     "auto": {"color": "tab:cyan", "marker": "s"},
     "xla": {"color": "tab:gray", "linestyle": "--"},
@@ -30,6 +36,8 @@ STYLES = {
 NAMES = {
     "pallas": "this library",
     "pallas, rows in cache": "this library, rows in cache",
+    "pallas, records": "this library, records",
+    "pallas, records, rows in cache": "this library, records in cache",
     "ordered": "this library, rows in order",
     "auto": "this library, with ordering",
     "xla": "XLA form",
