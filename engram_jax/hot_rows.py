@@ -80,6 +80,7 @@ class HotRowCache:
     Attributes:
         index: which row each slot holds.
         row_bytes: bytes of a packed row, D + D/32.
+        admissions: how often rows were admitted so far.
 
     Args:
         slots: rows that it holds, at least 1.
@@ -118,22 +119,35 @@ class HotRowCache:
         shape = (self.index.slots, row_bytes)
         with jax.default_device(device):
             self._rows: UInt8[Array, "S P"] = jnp.zeros(shape, jnp.uint8)
-        self._scheduled: list[Admission] = []
+        self.admissions = 0
+        self._scheduled: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
-    @property
-    def rows(self) -> UInt8[Array, "S P"]:
-        """Give the rows by slot, for batches fetched from now on.
+    def rows_after(self, admissions: int) -> UInt8[Array, "S P"]:
+        """Give the rows by slot, as a number of admissions leaves them.
 
-        Arrays given before are donated, unless nothing was admitted since.
+        Arrays given before are donated, unless rows were admitted between.
+
+        Args:
+            admissions: `admissions` when a batch's rows were looked up in the index; no
+                fewer than at the last call.
         """
-        for admission in self._scheduled:
-            self._write(admission.slots, admission.rows)
-        self._scheduled.clear()
+        while self._scheduled and self._scheduled[0][0] <= admissions:
+            _, slots, rows = self._scheduled[0]
+            self._write(slots, rows)
+            self._scheduled.popleft()
         return self._rows
 
-    def schedule(self, admission: "Admission") -> None:
-        """Write rows into their slots before `rows` are asked for again."""
-        self._scheduled.append(admission)
+    def admit(self, slots: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """Write rows into slots for the batches that are looked up from now on.
+
+        The thread that asks the index calls this, and another may call `rows_after`.
+
+        Args:
+            slots: where each goes, int32 [n], as the index says from now on.
+            rows: uint8 [n, D + D/32].
+        """
+        self._scheduled.append((self.admissions + 1, slots, rows))
+        self.admissions += 1
 
     def fill(
         self,
@@ -188,19 +202,6 @@ def _put_rows(
     return cache.at[slots].set(rows, mode="drop")
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Rows on their way into a cache.
-
-    Attributes:
-        slots: where each goes, int32 [n].
-        rows: uint8 [n, P].
-    """
-
-    slots: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.uint8]
-
-
 @dataclasses.dataclass
 class LayerFetch:
     """Say what one layer's part of a batch reads from where.
@@ -212,7 +213,7 @@ class LayerFetch:
         row_bytes: bytes of a packed row.
         hits: rows that tokens asked for and the cache has.
         duplicates: rows that tokens asked for and others had asked for already.
-        admitted: rows that `admit` chose.
+        admitted: rows that `admit` admitted.
     """
 
     ids: npt.NDArray[Any]
@@ -223,6 +224,7 @@ class LayerFetch:
     admitted: int = 0
     _cache: HotRowCache | None = None
     _seen: Any = None
+    _admissions: int = 0
 
     @functools.cached_property
     def rows_from_host(self) -> int:
@@ -264,12 +266,20 @@ class LayerFetch:
             duplicates=int((counts[fetched & (distinct >= 0)] - 1).sum()),
             _cache=cache,
             _seen=(distinct, counts, slots),
+            _admissions=0 if cache is None else cache.admissions,
         )
 
     @property
     def cached(self) -> bool:
         """Tell whether there is a cache."""
         return self._cache is not None
+
+    def cache_rows(self) -> UInt8[Array, "S P"] | None:
+        """Give the cache's rows, as `index` refers to them; None without a cache.
+
+        Of the batches, in the order in which they were looked up.
+        """
+        return self._cache and self._cache.rows_after(self._admissions)
 
     def cut(self, pieces: int) -> list[npt.NDArray[Any]]:
         """Cut the rows to read into pieces along the first axis.
@@ -293,25 +303,20 @@ class LayerFetch:
             staged[f"index{layer}"] = jax.ShapeDtypeStruct(self.index.shape, np.int32)
         return staged
 
-    def admit(self, rows: npt.NDArray[np.uint8] | None) -> Admission | None:
+    def admit(self, rows: npt.NDArray[np.uint8]) -> None:
         """Count this batch's rows, and admit some of those that were read.
 
         Args:
             rows: what was read, in the order of `ids`; it may be written over later.
-
-        Returns:
-            What is to be written into the cache, or None.
         """
-        if self._cache is None or rows is None:
-            return None
+        if self._cache is None:
+            return
         distinct, counts, slots = self._seen
-        index = self._cache.index
-        chosen, where = index.update(distinct, counts, slots)
+        chosen, where = self._cache.index.update(distinct, counts, slots)
         self.admitted = len(chosen)
-        if not self.admitted:
-            return None
-        place = np.cumsum(slots < 0) - 1  # of a missing row among those read
-        return Admission(where, rows[place[chosen]])
+        if self.admitted:
+            place = np.cumsum(slots < 0) - 1  # of a missing row among those read
+            self._cache.admit(where, rows[place[chosen]])
 
 
 class RowBudget:

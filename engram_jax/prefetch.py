@@ -62,6 +62,7 @@ class EngramPrefetch:
     Args:
         stack: whose rows to fetch.
         threads: host threads that gather; None takes 8, or the CPUs if these are fewer.
+            Who takes a batch gathers what they have not begun.
         depth: batches that may be started and not yet taken.
         unique: read each distinct row of a batch once. That costs the host some time,
             and pays where rows are few or the link is slow. None does so with
@@ -151,7 +152,7 @@ class EngramPrefetch:
             hashes: rows of each token [T, L, C], or what `EngramStack.batch` gave. On a
                 device they are waited for by a thread, and come when the device has
                 finished what it was given before.
-            token_mask: with hashes: False where the gate is shut.
+            token_mask: with hashes [T, L, C]: False where the gate is shut.
             **tokens: instead of hashes, the arguments of `EngramStack.batch`, or of
                 `replica_batch` on a mesh, without a slot cache. They are hashed on the
                 CPU, so that no step has to end first.
@@ -163,7 +164,8 @@ class EngramPrefetch:
             RuntimeError: `depth` batches wait to be taken, or this is closed.
             TypeError: hashes are no integers.
             ValueError: both hashes and tokens are given, or neither, or a slot cache,
-                or a batch that has its rows; or hashes have another shape.
+                or a second mask, or a batch that has its rows; or hashes have another
+                shape.
         """
         if self._closed:
             raise RuntimeError("this EngramPrefetch is closed; make a new one")
@@ -181,6 +183,11 @@ class EngramPrefetch:
             raise ValueError(
                 "a slot cache lives on the device: hash with EngramStack.batch, and "
                 "start with the batch that it gives"
+            )
+        if token_mask is not None and (tokens or isinstance(hashes, EngramBatch)):
+            raise ValueError(
+                "token_mask goes with hashes; tokens (by dead_mask=) and batches have "
+                "a mask of their own: leave it out"
             )
         if isinstance(hashes, EngramBatch):
             hashes, token_mask = hashes.hash_ids, hashes.token_mask
@@ -218,10 +225,9 @@ class EngramPrefetch:
             if error is not None:
                 errors.append(error)
                 continue
-            fetched = future.result()
-            self._admit(fetched)
-            if fetched.buffer is not None:
-                self._fetcher.give_back(fetched.buffer)
+            buffer = future.result().buffer
+            if buffer is not None:
+                self._fetcher.give_back(buffer)
         if errors:
             raise errors[0]
 
@@ -284,9 +290,7 @@ class EngramPrefetch:
         self._give_back()
         if fetched.buffer is not None:
             self._handed_over.append(fetched.buffer)
-        batch = self._batch(fetched, early)
-        self._admit(fetched)
-        return batch
+        return self._batch(fetched, early)
 
     def _give_back(self) -> None:
         """Give back all buffers but those of the last batch and the one being taken.
@@ -332,7 +336,7 @@ class EngramPrefetch:
                     for piece in range(self._fetcher.pieces)
                 ),
                 arrays.get(f"index{index}"),
-                None if self.hot_rows is None else self.hot_rows[index].rows,
+                fetched.layers[index].cache_rows(),
             )
             if index in fetched.layers
             else None
@@ -340,11 +344,6 @@ class EngramPrefetch:
         )
         # Where nobody reads them they need not travel.
         return EngramBatch(jnp.asarray(hashes) if None in rows else None, mask, rows)
-
-    def _admit(self, fetched: Fetched) -> None:
-        for index, admission in fetched.admissions.items():
-            if admission is not None and self.hot_rows is not None:
-                self.hot_rows[index].schedule(admission)
 
 
 class PendingBatch:

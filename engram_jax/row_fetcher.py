@@ -20,7 +20,7 @@ from .staging import StagingBuffer, host_sharding
 
 _log = logging.getLogger(__name__)
 
-_ROWS_PER_TASK = 512
+_ROWS_PER_SHARE = 512
 _SHAPES_KEPT = 8
 
 
@@ -29,52 +29,17 @@ class Fetched:
     """A batch whose rows are in host memory.
 
     Attributes:
-        hashes: int32 [T, L, C]; on the host where rows are staged.
+        hashes: int32 [T, L, C], on the host where rows are staged; None where nobody
+            needs them.
         token_mask: bool [T], or None.
         buffer: the rows, or None where none are staged.
         layers: what each staged layer reads from where.
-        admissions: rows for each layer's cache.
     """
 
     hashes: Any
     token_mask: Any
     buffer: StagingBuffer | None = None
     layers: dict[int, LayerFetch] = dataclasses.field(default_factory=dict)
-    admissions: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-
-class Task:
-    """A share of a batch's rows, gathered once, by whoever comes first.
-
-    Args:
-        run: gathers it.
-    """
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-        self._claim = threading.Lock()
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def __call__(self) -> None:
-        """Run it, unless somebody has begun to; its error is for `exception`."""
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            self._run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Tell whether `exception` would not wait."""
-        return self._ended.is_set()
-
-    def exception(self) -> BaseException | None:
-        """Wait for its end; give what it raised, or None."""
-        self._ended.wait()
-        return self._error
 
 
 class Gathering:
@@ -82,21 +47,35 @@ class Gathering:
 
     Args:
         fetched: what it will be.
-        tasks: of the threads.
+        shares: of the batch's rows: the future of each, and what gathers it.
     """
 
-    def __init__(self, fetched: Fetched, tasks: Sequence[Task] = ()):
+    def __init__(
+        self,
+        fetched: Fetched,
+        shares: Mapping[futures.Future[None], Callable[[], None]] | None = None,
+    ) -> None:
         self._fetched = fetched
-        self._tasks = tasks
+        self._shares = dict(shares or {})
+        self._error: Exception | None = None
 
     def done(self) -> bool:
         """Tell whether `result` would not wait."""
-        return all(task.done() for task in self._tasks)
+        return all(future.done() for future in self._shares)
 
     def help(self) -> None:
-        """Run the tasks that no thread has begun: one takes long to wake."""
-        for task in reversed(self._tasks):
-            task()
+        """Gather the shares that no thread has begun: one takes long to wake.
+
+        An error of one is for `exception`; what is no error, as Ctrl-C, ends this at
+        once, and with it the batch.
+        """
+        for future, gather in reversed([*self._shares.items()]):
+            if future.cancel():
+                del self._shares[future]
+                try:
+                    gather()
+                except Exception as error:
+                    self._error = error
 
     def result(self) -> Fetched:
         """Wait for all threads; raises what one of them raised."""
@@ -108,7 +87,7 @@ class Gathering:
     def exception(self) -> BaseException | None:
         """Wait for all threads; give what one of them raised, or None."""
         # For all of them: none may write to the buffer any more.
-        raised = [task.exception() for task in self._tasks]
+        raised = [self._error, *(future.exception() for future in self._shares)]
         return next((error for error in raised if error is not None), None)
 
 
@@ -130,14 +109,14 @@ class FillProgress:
         self._left = [0] * pieces
         self._filled = [threading.Event() for _ in range(pieces)]
 
-    def begin(self, buffer: StagingBuffer, tasks: int) -> None:
-        """Say that tasks fill a buffer."""
+    def begin(self, buffer: StagingBuffer, shares: int) -> None:
+        """Say that a buffer is being filled, in shares."""
         self.buffer = buffer
-        self._left = [tasks] * len(self._left)
+        self._left = [shares] * len(self._left)
         self.started.set()
 
     def finish(self, piece: int) -> None:
-        """Say that one of the tasks has done its share of a piece."""
+        """Say that a share has all rows of a piece that are its own."""
         with self._lock:
             self._left[piece] -= 1
             if not self._left[piece]:
@@ -155,7 +134,7 @@ class FillProgress:
 
 
 class RowFetcher:
-    """Gather batches' rows into staging buffers, one batch after the other.
+    """Gather batches' rows into staging buffers.
 
     Attributes:
         sharding: how the stack lies on a mesh, or None.
@@ -260,11 +239,11 @@ class RowFetcher:
         if buffer is None:
             return None
         jobs, _ = self._jobs(buffer, layers)
-        tasks = self._submit(progress, buffer, jobs)
+        shares = self._submit(progress, buffer, jobs)
         some_read_their_own = len(staged) < len(self._tables)
         hashes = _narrowed(given) if some_read_their_own else None
         self._count(layers)
-        return Gathering(Fetched(hashes, token_mask, buffer, layers), tasks)
+        return Gathering(Fetched(hashes, token_mask, buffer, layers), shares)
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back whose step was dispatched, or that no step will read.
@@ -293,18 +272,17 @@ class RowFetcher:
         layers = {index: self._plan(index, hashes[:, index]) for index in staged}
         buffer = self._free.take(self._shapes(layers))
         jobs, copies = self._jobs(buffer, layers)
-        tasks = self._submit(progress, buffer, jobs)
-        fetched = Gathering(Fetched(hashes, token_mask, buffer, layers), tasks)
-        fetched.help()
-        fetched.result()  # the buffer is nobody else's while a thread may write to it
+        shares = self._submit(progress, buffer, jobs)
+        gathering = Gathering(Fetched(hashes, token_mask, buffer, layers), shares)
+        gathering.help()
+        fetched = gathering.result()
         for view, source in copies:
             view[...] = source
-        admissions = {}
         for index, layer in layers.items():
-            rows = buffer.views(f"rows{index}.0")[0][1] if layer.cached else None
-            admissions[index] = layer.admit(rows)
+            if layer.cached:
+                layer.admit(buffer.views(f"rows{index}.0")[0][1])
         self._count(layers)
-        return Fetched(hashes, token_mask, buffer, layers, admissions)
+        return fetched
 
     def _count(self, layers: Mapping[int, LayerFetch]) -> None:
         with self._counting:  # `begin` and `fetch` are of two threads
@@ -376,18 +354,14 @@ class RowFetcher:
                     view[...] = layer.index[part]
         return jobs, copies
 
-    def _submit(self, progress, buffer, jobs) -> list[Task]:
+    def _submit(self, progress, buffer, jobs) -> dict[futures.Future[None], Any]:
         total = sum(ids.size for piece in jobs for _, ids, _ in piece)
-        # One task a thread: more only fight over Python's lock.
-        count = max(1, min(self._threads, total // _ROWS_PER_TASK))
+        # One share a thread: more only fight over Python's lock.
+        count = max(1, min(self._threads, total // _ROWS_PER_SHARE))
         progress.begin(buffer, count)
-        tasks = [
-            Task(functools.partial(_gather, progress, jobs, number, count))
-            for number in range(count)
-        ]
-        for task in tasks:
-            self._gatherers.submit(task)
-        return tasks
+        gather = functools.partial(_gather, progress, jobs)
+        shares = [functools.partial(gather, number, count) for number in range(count)]
+        return {self._gatherers.submit(share): share for share in shares}
 
 
 class _FreeBuffers:
@@ -460,13 +434,13 @@ def _narrowed(hashes: Any) -> Any:
     return hashes if hashes.dtype == np.int32 else narrow_ids(hashes)
 
 
-def _gather(progress: FillProgress, jobs, task: int, tasks: int) -> None:
-    """Do one thread's share of every layer's rows, piece after piece."""
+def _gather(progress: FillProgress, jobs, share: int, shares: int) -> None:
+    """Gather one share of every layer's rows, piece after piece."""
     done = 0
     try:
         for piece in jobs:
             for storage, ids, out in piece:
-                start, stop = (ids.size * i // tasks for i in (task, task + 1))
+                start, stop = (ids.size * i // shares for i in (share, share + 1))
                 if stop > start:
                     storage.read_into(ids[start:stop], out[start:stop])
             progress.finish(done)

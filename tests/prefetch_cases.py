@@ -68,6 +68,12 @@ def random_batch(tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
+def random_hashes(tokens: int, seed: int) -> np.ndarray:
+    """Makes rows of both layers' tables."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 850, (tokens, 2, 6)).astype(np.int32)
+
+
 def run_layers(stack, hidden, batch):
     for layer_id in CONFIG.layer_ids:
         hidden = stack(layer_id, hidden, batch)
@@ -78,3 +84,12 @@ def same(actual, expected) -> None:
     np.testing.assert_array_equal(
         np.asarray(actual).view(np.uint8), np.asarray(expected).view(np.uint8)
     )
+
+
+def warmed(prefetch, hashes) -> None:
+    """Leaves a buffer that can be filled at once, so that `start` begins to gather."""
+    for _ in range(4):
+        prefetch.start(hashes).result()
+    for buffers in prefetch._fetcher._free._buffers.values():
+        for buffer in buffers:
+            buffer.wait_for_readers()

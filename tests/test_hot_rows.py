@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_jax import HotRowCache
-from engram_jax.hot_rows import Admission, FetchCounters, LayerFetch, RowBudget
+from engram_jax.hot_rows import FetchCounters, LayerFetch, RowBudget
 from engram_jax.row_index import HotRowIndex
 
 PACKED = 8
@@ -28,10 +28,11 @@ def reader(table: np.ndarray):
     return read_into
 
 
-def put_together(fetch: LayerFetch, staged: np.ndarray, cache: HotRowCache | None):
+def put_together(fetch: LayerFetch, staged: np.ndarray):
     """Does in NumPy what `StagedRows.packed` does on the device."""
     assert fetch.index is not None
-    known = np.zeros((1, PACKED), np.uint8) if cache is None else np.asarray(cache.rows)
+    rows = fetch.cache_rows()
+    known = np.zeros((1, PACKED), np.uint8) if rows is None else np.asarray(rows)
     return np.where(
         (fetch.index >= 0)[..., None],
         staged[np.maximum(fetch.index, 0)],
@@ -130,7 +131,7 @@ def test_each_distinct_row_is_read_once():
     staged = np.empty((fetch.ids.size, PACKED), np.uint8)
     reader(table)(fetch.ids, staged)
     wanted = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0)
-    np.testing.assert_array_equal(put_together(fetch, staged, None), wanted)
+    np.testing.assert_array_equal(put_together(fetch, staged), wanted)
     counters = FetchCounters()
     counters.add(fetch)
     assert (counters.rows, counters.duplicates, counters.hit_rate) == (4, 2, 0)
@@ -141,22 +142,29 @@ def test_each_distinct_row_is_read_once():
 @given(
     batches=st.lists(
         st.lists(st.integers(-3, 40), min_size=4, max_size=4), min_size=1, max_size=20
-    )
+    ),
+    ahead=st.integers(0, 3),
+    data=st.data(),
 )
-def test_rows_are_exact_while_the_cache_changes(batches):
+def test_rows_are_exact_while_the_cache_changes(batches, ahead, data):
+    """Batches are fetched ahead of the one that is taken, and some never are."""
     table, budget = table_of(41), RowBudget()
     cache = HotRowCache(6, PACKED, index=HotRowIndex(6, min_count=1, most_admitted=3))
-    for batch in batches:
-        ids = np.array(batch, np.int32).reshape(2, 2)
-        fetch = LayerFetch.of_distinct(ids, PACKED, cache, budget)
-        staged = np.empty((fetch.ids.size, PACKED), np.uint8)
-        reader(table)(fetch.ids, staged)
-        admission = fetch.admit(staged)
-        wanted = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0)
-        np.testing.assert_array_equal(put_together(fetch, staged, cache), wanted)
-        staged[...] = 255  # the buffer is filled anew
-        if admission is not None:
-            cache.schedule(admission)
+    fetched = []
+    for batch in [*batches, *[None] * ahead]:
+        if batch is not None:
+            ids = np.array(batch, np.int32).reshape(2, 2)
+            fetch = LayerFetch.of_distinct(ids, PACKED, cache, budget)
+            staged = np.empty((fetch.ids.size, PACKED), np.uint8)
+            reader(table)(fetch.ids, staged)
+            fetch.admit(staged)
+            fetched.append((ids, fetch, staged))
+        if len(fetched) > ahead or (batch is None and fetched):
+            ids, fetch, staged = fetched.pop(0)
+            wanted = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0)
+            if data.draw(st.booleans()):
+                np.testing.assert_array_equal(put_together(fetch, staged), wanted)
+            staged[...] = 255  # the buffer is filled anew
 
 
 def test_filled_cache_holds_the_rows():
@@ -167,21 +175,24 @@ def test_filled_cache_holds_the_rows():
     slots = cache.index.lookup(order[:60_000].astype(np.int32))
     found = slots >= 0
     assert found.mean() > 0.85  # sets are not equally full
-    rows = np.asarray(cache.rows)[slots[found]]
+    rows = np.asarray(cache.rows_after(0))[slots[found]]
     np.testing.assert_array_equal(rows, table[order[:60_000][found]])
 
 
 def test_admissions_wait_for_the_next_batch():
     cache = HotRowCache(4, PACKED)
-    before = cache.rows
     row = np.full((1, PACKED), 7, np.uint8)
-    cache.schedule(Admission(np.array([2], np.int32), row))
+    cache.admit(np.array([2], np.int32), row)
+    cache.admit(np.array([2], np.int32), 2 * row)
+    before = cache.rows_after(0)
     assert not np.asarray(before).any()
-    after = cache.rows
+    after = cache.rows_after(1)
     assert before.is_deleted()
-    assert cache.rows is after
+    assert cache.rows_after(1) is after
     np.testing.assert_array_equal(np.asarray(after)[2], row[0])
     assert jnp.count_nonzero(after) == PACKED
+    np.testing.assert_array_equal(np.asarray(cache.rows_after(2))[2], 2 * row[0])
+    assert cache.admissions == 2
 
 
 def test_budget_settles_on_few_sizes():

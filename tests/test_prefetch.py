@@ -318,6 +318,11 @@ def test_errors_of_threads_surface_where_rows_are_used(stacks, tmp_path):
     [
         ({}, "hashes or tokens"),
         ({"hashes": np.zeros((2, 2, 6), np.int32), "input_ids": [1]}, "one of the two"),
+        ({"input_ids": [1], "token_mask": [True]}, "a mask of their own"),
+        (
+            {"hashes": engram_jax.EngramBatch(None, None), "token_mask": [True]},
+            "of their own",
+        ),
     ],
 )
 def test_start_refuses(stacks, arguments, message):

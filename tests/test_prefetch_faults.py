@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefetch_cases import random_batch, same, with_storage
+from prefetch_cases import random_batch, random_hashes, same, warmed, with_storage
 from small_stack import make_stack
 
 import engram_jax
 from engram_jax.host_storage import PinnedHostTable
 from engram_jax.hot_rows import FetchCounters
 from engram_jax.prefetch import EngramPrefetch
+from engram_jax.row_fetcher import Gathering
 from engram_jax.staging import StagingBuffer
-
-LAYERS, COLUMNS = 2, 6
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +30,8 @@ def stacks() -> dict[str, engram_jax.EngramStack]:
     return {"device": device, "pinned_host": pinned}
 
 
-def random_hashes(tokens: int, seed: int) -> np.ndarray:
-    shape = tokens, LAYERS, COLUMNS
-    return np.random.default_rng(seed).integers(0, 850, shape).astype(np.int32)
-
-
 def rows_of(batch) -> list[np.ndarray]:
-    return [np.asarray(rows.packed()) for rows in batch.rows]
+    return [np.array(rows.packed()) for rows in batch.rows]
 
 
 @pytest.mark.parametrize("given", ["tokens", "hashes", "lists"])
@@ -109,23 +103,21 @@ class WatchedCounters(FetchCounters):
 
 def test_two_threads_do_not_count_at_once(stacks):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
-        for seed in range(4):  # until a buffer of this shape is free
-            prefetch.start(random_hashes(9, seed)).result()
+        warmed(prefetch, random_hashes(9, 0))
         prefetch.start(**random_batch(30, 1)).result()
         watched = prefetch._fetcher.counters = WatchedCounters()
         first = prefetch.start(**random_batch(30, 1))  # by the thread
-        second = prefetch.start(random_hashes(9, 5))  # by this one
+        second = started_here(prefetch, random_hashes(9, 5))
         first.result()
         second.result()
-        assert watched.batches == 2 * LAYERS
+        assert watched.batches == 2 * 2  # layers
         assert not watched.together
 
 
 def test_a_buffer_lost_with_its_step_is_replaced(stacks, monkeypatch, caplog):
     """A step that failed surfaces as an error of the buffers that it read."""
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
-        for seed in range(4):
-            prefetch.start(random_hashes(9, seed)).result()
+        warmed(prefetch, random_hashes(9, 0))
         good, failed = StagingBuffer.wait_for_readers, []
 
         def wait(buffer):
@@ -157,25 +149,26 @@ def test_a_buffer_is_unread_when_all_its_arrays_are():
         assert buffer.is_unread() is all(states)
 
 
-def warmed(prefetch: EngramPrefetch, tokens: int) -> None:
-    """Leave a buffer free, so that `start` itself begins to gather."""
-    for seed in range(4):
-        prefetch.start(random_hashes(tokens, seed)).result()
+def started_here(prefetch: EngramPrefetch, hashes):
+    """Starts a batch whose gathering `start` itself begins, not a thread."""
+    pending = prefetch.start(hashes)
+    assert isinstance(pending._future, Gathering)
+    return pending
 
 
 def test_who_takes_a_batch_gathers_what_no_thread_has_begun(stacks):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
-        warmed(prefetch, 300)
-        wanted = prefetch.start(random_hashes(300, 7)).result()
+        wanted = rows_of(prefetch.start(random_hashes(300, 7)).result())
+        warmed(prefetch, random_hashes(300, 0))
         gate = threading.Event()
         prefetch._fetcher._gatherers.submit(gate.wait)  # its only thread
         try:
-            pending = prefetch.start(random_hashes(300, 7))
+            pending = started_here(prefetch, random_hashes(300, 7))
             assert not pending.done()
             batch = pending.result()
         finally:
             gate.set()
-        for one, other in zip(rows_of(batch), rows_of(wanted), strict=True):
+        for one, other in zip(rows_of(batch), wanted, strict=True):
             same(one, other)
 
 
@@ -184,7 +177,7 @@ def test_its_errors_are_those_of_a_thread(stacks, monkeypatch):
         layer.embedding.storage for layer in stacks["pinned_host"].layers.values()
     ]
     with EngramPrefetch(stacks["pinned_host"], threads=2) as prefetch:
-        warmed(prefetch, 2000)  # enough for both threads
+        warmed(prefetch, random_hashes(2000, 0))  # enough for both threads
         gate = threading.Event()
         for _ in "ab":
             prefetch._fetcher._gatherers.submit(gate.wait)
@@ -193,7 +186,7 @@ def test_its_errors_are_those_of_a_thread(stacks, monkeypatch):
             raise ValueError("the table is gone")
 
         try:
-            pending = prefetch.start(random_hashes(2000, 7))
+            pending = started_here(prefetch, random_hashes(2000, 7))
             monkeypatch.setattr(type(storages[0]), "read_into", read_into)
             with pytest.raises(ValueError, match="the table is gone"):
                 pending.result()
@@ -205,8 +198,7 @@ def test_its_errors_are_those_of_a_thread(stacks, monkeypatch):
 
 def test_start_waits_for_no_step(stacks, monkeypatch):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
-        for seed in range(4):
-            prefetch.start(random_hashes(9, seed)).result()
+        warmed(prefetch, random_hashes(9, 0))
         read = threading.Event()
         good = StagingBuffer.wait_for_readers
 
@@ -274,16 +266,13 @@ def test_an_error_of_a_batch_without_its_thread_surfaces(
     with EngramPrefetch(
         stacks["pinned_host"], threads=2, early_copies=early_copies
     ) as prefetch:
-        for seed in range(4):  # until `start` itself begins the gathering
-            prefetch.start(random_hashes(300, seed)).result()
+        warmed(prefetch, random_hashes(300, 0))
 
         def fail(*_):
             raise ValueError("the row was not there")
 
-        with monkeypatch.context() as no_thread:
-            no_thread.setattr(prefetch._thread, "submit", fail)
-            monkeypatch.setattr(PinnedHostTable, "read_into", fail)
-            first = prefetch.start(random_hashes(300, 5))
+        monkeypatch.setattr(PinnedHostTable, "read_into", fail)
+        first = started_here(prefetch, random_hashes(300, 5))
         second = prefetch.start(random_hashes(300, 6))
         with pytest.raises(ValueError, match="the row was not there"):
             first.result() if how == "result" else prefetch.join()
