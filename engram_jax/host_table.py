@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, Int32, UInt8, UInt32
 
 from . import kernels
 from .config import QUANT_BLOCK
@@ -99,14 +99,26 @@ class RecordTable(HostRows):
         Raises:
           ValueError: The table was closed.
         """
-        self._open_records()
-        if self._registered is None or not self.reads_on_device:
+        if not self.reads_on_device:
             return super().lookup_packed(ids)
-        # The program refers to this object, and so keeps the memory where it is.
-        address = jnp.asarray(self._registered.address)
         return kernels.record_lookup(
-            address, ids, num_rows=self.num_rows, head_dim=self.head_dim
+            self.device_address(), ids, num_rows=self.num_rows, head_dim=self.head_dim
         )
+
+    def device_address(self) -> UInt32[Array, "2"]:
+        """Give where the device finds the table, where `reads_on_device`.
+
+        A program that reads there must refer to this table: it keeps the memory.
+
+        Returns:
+          The address, as `kernels.record_lookup` takes it.
+
+        Raises:
+          ValueError: The table was closed.
+        """
+        self._open_records()
+        assert self._registered is not None
+        return jnp.asarray(self._registered.address)
 
     def read_into(self, ids: npt.NDArray[Any], out: npt.NDArray[np.uint8]) -> None:
         """Read rows on the host into memory that is there; threads may do so at once.

@@ -20,6 +20,7 @@ from .layer import Engram
 from .layout import EngramLayout
 from .mesh_stack import advance_lookback as advance_windows
 from .mesh_stack import hash_on_mesh
+from .one_kernel import operands_for_one_kernel, tables_for_one_kernel
 from .sharding import EngramSharding
 from .staged_rows import StagedRows
 
@@ -224,18 +225,18 @@ class EngramStack(nnx.Module):
         operands = self.hash_state.operands(**arguments)
         # Where the fused kernel runs nothing reads these, and jit leaves them out.
         hashes = kernels.ngram_hash(**operands, backend=self.hash_state.backend)
-        tables, lookback = self._tables_for_one_kernel(), None
-        weights = [table.weight[...] for table in tables]
-        if weights and kernels.reads_at_once(
-            weights,
+        tables = operands_for_one_kernel(self._tables_for_one_kernel())
+        lookback = None
+        if tables is not None and kernels.reads_at_once(
+            tables["weights"],
             operands["input_ids"].shape[0],
             layout=self.layout,
             pad_id=self.hash_state.pad_id,
+            as_records="addresses" in tables,
             backend=self.hash_state.backend,
         ):
-            scales = [table.scale[...] for table in tables]
             rows, mask, lookback = kernels.ngram_rows(
-                weights, scales, **operands, advance_lookback=advance_lookback
+                **tables, **operands, advance_lookback=advance_lookback
             )
         else:
             rows = None
@@ -247,15 +248,8 @@ class EngramStack(nnx.Module):
 
     def _tables_for_one_kernel(self):
         """The tables, if the kernel that hashes may read their rows; else none."""
-        tables = [layer.embedding for layer in self._layers]
-        parts = [*tables, *self._layers, self.hash_state]
-        backend = self.hash_state.backend
-        if any(part.backend != backend for part in parts) or any(
-            table.scale is None or layer.wkv_scale is None
-            for table, layer in zip(tables, self._layers, strict=True)
-        ):
-            return []
-        return tables
+        whole = self.sharding is None
+        return tables_for_one_kernel(self._layers, self.hash_state, whole=whole)
 
     def replica_batch(self, *, advance_lookback: bool = False, **arguments: Any) -> Any:
         """Hash each replica's own batch on its devices, and fetch the rows of all.

@@ -346,17 +346,27 @@ def wkv_suite() -> Iterator[Result]:
             )
 
 
-def make_stack(rows: int = TABLE_ROWS) -> engram_jax.EngramStack:
-    """Make V4.1's two layers with tables of fewer rows, addressed modulo those."""
+def make_stack(rows: int = TABLE_ROWS, storage: Any = None) -> engram_jax.EngramStack:
+    """Make V4.1's two layers with tables of fewer rows, addressed modulo those.
+
+    Args:
+        rows: of each table.
+        storage: a table of so many rows outside device memory, for all layers.
+    """
     layers = {}
     for index, layer_id in enumerate(CONFIG.layer_ids):
-        weight, scale = random_table(10 + index, rows)
+        table = engram_jax.ParallelEngramEmbedding
+        embedding = (
+            table(*random_table(10 + index, rows))
+            if storage is None
+            else table.from_storage(storage)
+        )
         q, k = (
             jax.random.normal(key, (STREAMS, WIDTH), jnp.bfloat16)
             for key in _keys(index, 2)
         )
         layers[layer_id] = engram_jax.Engram(
-            engram_jax.ParallelEngramEmbedding(weight, scale),
+            embedding,
             *random_projection(20 + index),
             q,
             k,
@@ -393,9 +403,9 @@ class DecodeStep:
         call: of state, hidden states, windows, token ids and what stays as it is.
     """
 
-    def __init__(self) -> None:
-        """Make the layers."""
-        self.stack = make_stack()
+    def __init__(self, stack: engram_jax.EngramStack | None = None) -> None:
+        """Take layers, or make them with tables in device memory."""
+        self.stack = stack or make_stack()
         graph, tree = nnx.split(self.stack)
         # Leaves, since a call flattens an `nnx.State` in 45 us, a list of arrays in 10.
         self.state, structure = jax.tree.flatten(tree)
@@ -432,16 +442,23 @@ def decode_loop_suite() -> Iterator[Result]:
 
     Before any kernel is timed: CUPTI, once it was on, may slow launches down.
     """
-    step = DecodeStep()
+    for tokens, times in decode_loops(DecodeStep(), DECODED_TOKENS).items():
+        yield kernel_result("decode_async", "auto", tokens, times)
+
+
+def decode_loops(
+    step: DecodeStep, sizes: tuple[int, ...], loops: int = LOOPS
+) -> dict[int, list[float]]:
+    """Give the microseconds of a step in each of several loops, by its tokens."""
     jitted = jax.jit(step.call, donate_argnums=1)  # windows are a few bytes
-    batches = {tokens: step.batches(tokens) for tokens in DECODED_TOKENS}
+    batches = {tokens: step.batches(tokens) for tokens in sizes}
     carry = {
         tokens: jitted(step.state, *step.start(tokens), *batches[tokens][0])
-        for tokens in DECODED_TOKENS
+        for tokens in sizes
     }
-    walls: dict[int, list[float]] = {tokens: [] for tokens in DECODED_TOKENS}
-    for _ in range(LOOPS):  # in turns: the host is faster at one time than at another
-        for tokens in DECODED_TOKENS:
+    walls: dict[int, list[float]] = {tokens: [] for tokens in sizes}
+    for _ in range(loops):  # in turns: the host is faster at one time than at another
+        for tokens in sizes:
             state = jax.block_until_ready(carry[tokens])
             begin = time.perf_counter()
             for i in range(LOOP_STEPS):
@@ -449,20 +466,26 @@ def decode_loop_suite() -> Iterator[Result]:
             jax.block_until_ready(state)
             walls[tokens].append((time.perf_counter() - begin) * 1e6 / LOOP_STEPS)
             carry[tokens] = state
-    for tokens, times in walls.items():
-        yield kernel_result("decode_async", "auto", tokens, times)
+    return walls
+
+
+def decode_kernels(
+    step: DecodeStep, sizes: tuple[int, ...]
+) -> Iterator[tuple[int, list[float]]]:
+    """Give the microseconds of all kernels of a step, by its tokens."""
+    # Operands, not captured arrays: those would become constants of the program.
+    for tokens in sizes:
+        calls = [
+            (step.state, *step.start(tokens), *batch)
+            for batch in step.batches(tokens)[:2]
+        ]
+        yield tokens, kernel_times(step.call, calls)
 
 
 def step_suite() -> Iterator[Result]:
     """Time the kernels of a decode step, and of prefill of 4,096 tokens."""
     step = DecodeStep()
-    # Operands, not captured arrays: those would become constants of the program.
-    for tokens in DECODED_TOKENS:
-        calls = [
-            (step.state, *step.start(tokens), *batch)
-            for batch in step.batches(tokens)[:2]
-        ]
-        times = kernel_times(step.call, calls)
+    for tokens, times in decode_kernels(step, DECODED_TOKENS):
         yield kernel_result("decode_kernels", "auto", tokens, times)
 
     stack = step.stack

@@ -47,6 +47,7 @@ PINNED_TOKENS = (1, 16, 64, 512, 4096)
 ROUNDS = 15
 STEPS, STEP_ROUNDS = 30, 12
 EARLY_COPIES = 2
+LOOPS = 15
 
 
 @contextlib.contextmanager
@@ -425,6 +426,31 @@ def lookup_host() -> Iterator[Result]:
             )
 
 
+def decode_host() -> Iterator[Result]:
+    """Times a decode step of V4.1's two layers, whose tables the host has."""
+    if jax.default_backend() != "gpu":
+        return
+    import benchmark_gpu
+
+    steps = {
+        name: benchmark_gpu.DecodeStep(benchmark_gpu.make_stack(GPU_ROWS, storage))
+        for name, storage in (
+            ("pinned", make_pinned(GPU_ROWS)),
+            ("records", make_records(GPU_ROWS)),
+        )
+    }
+    sizes = 1, 16, 64
+    for name, step in steps.items():
+        loops = benchmark_gpu.decode_loops(step, sizes, LOOPS)
+        for tokens, times in loops.items():
+            yield benchmark_gpu.kernel_result("decode_host_async", name, tokens, times)
+    for name, step in steps.items():
+        for tokens, times in benchmark_gpu.decode_kernels(step, sizes):
+            yield benchmark_gpu.kernel_result(
+                "decode_host_kernels", name, tokens, times
+            )
+
+
 def mapped_file() -> Iterator[Result]:
     """Reads the rows of 64 tokens from a file that is in no cache, then again."""
     rows, tokens = 4_000_000, 64
@@ -465,6 +491,7 @@ def mapped_file() -> Iterator[Result]:
 
 
 SUITES = {
+    "decode_host": decode_host,
     "lookup_host": lookup_host,
     "host_tables": host_tables,
     "mapped_file": mapped_file,

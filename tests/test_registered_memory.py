@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import mmap
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import prefetch_cases
 import pytest
 import small_stack
+from flax import nnx
 from record_cases import ROWS, expected, write_table
 from small_stack import CONFIG
 
@@ -23,6 +25,7 @@ from engram_jax import (
     registered_memory,
 )
 from engram_jax.host_memory import HostMemoryOptions
+from engram_jax.host_storage import PinnedHostTable
 from engram_jax.host_table import HostTable
 from engram_jax.registered_memory import RegisteredMemory
 from engram_jax.safetensors_file import read_header
@@ -241,3 +244,48 @@ def test_few_tokens_need_no_host_thread(tmp_path, kind):
                 whole, hidden[:tokens], whole.batch(**tokens_of)
             )
             prefetch_cases.same(out, wanted)
+
+
+def read_by_one_kernel(stack, hidden, batch) -> tuple[Any, Any]:
+    """A batch's outputs, and the program that makes them."""
+    graph, state = nnx.split(stack)
+
+    @jax.jit
+    def step(state, hidden, batch):
+        stack = nnx.merge(graph, state)
+        return prefetch_cases.run_layers(stack, hidden, stack.batch(**batch))
+
+    return step(state, hidden, batch), step.lower(state, hidden, batch).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [HostTable, SharedHostTable, PinnedHostTable])
+def test_decoding_hashes_and_reads_in_one_kernel(tmp_path, kind):
+    def storage(layer_id, values, scales):
+        prefetch_cases.mapped(tmp_path)(layer_id, values, scales)
+        path = tmp_path / f"{layer_id}.safetensors"
+        if kind is PinnedHostTable:
+            return kind(values, scales)
+        return open_table(kind, path)
+
+    whole = small_stack.make_stack(  # rows wide enough, in records, too
+        n_heads=8,
+        vocab_base=20,
+        head_dim=128,
+        hidden_size=64,
+        num_embeddings=(2000, 5000),
+    )
+    stack = prefetch_cases.with_storage(whole, storage)
+    batch = {
+        "input_ids": small_stack.random_ids(13),
+        "positions": np.arange(13),
+        "query_start_loc": np.array([0, 5, 11]),  # two tokens of no request
+        "dead_mask": np.arange(13) % 5 == 3,
+    }
+    hidden = jnp.ones((13, 2, 64), jnp.bfloat16)
+    out, program = read_by_one_kernel(stack, hidden, batch)
+    wanted, known = read_by_one_kernel(whole, hidden, batch)
+    prefetch_cases.same(out, wanted)
+    for text in (program, known):
+        assert "decode_front_end" in text
+        assert "callback" not in text

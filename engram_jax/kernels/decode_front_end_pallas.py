@@ -6,8 +6,9 @@ row itself, reads 16 of its values and writes them where the FP8 projection expe
 them (`wkv_pallas.permute_columns`). Threads of a row repeat its hash, which costs
 nothing while the card is nearly empty; for many tokens the separate kernels are faster.
 Rows of tables that are cut over several GPUs come from their owners' memory, as in
-`peer_lookup_pallas`. Where wanted, threads also move the lookback windows past the
-batch, which would be a kernel of its own.
+`peer_lookup_pallas`, those of tables in host memory from where these lie. Where wanted,
+threads also move the lookback windows past the batch, which would be a kernel of its
+own.
 
 Why inline Mosaic code: see `lookup_pallas` and `ngram_hash_pallas`; their pieces serve
 here.
@@ -25,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from engram_jax.layout import EngramLayout
 
+from . import record_lookup_pallas
 from .lookup_pallas import Place, by_layer, own_row
 from .mosaic_pallas import (
     WARPGROUP,
@@ -72,14 +74,18 @@ def padded_tokens(tokens: int) -> int:
 
 
 def unsupported_reason(
-    weights: Sequence[jax.Array],
+    weights: Sequence[jax.Array | jax.ShapeDtypeStruct],
     tokens: int,
     *,
     layout: EngramLayout,
     pad_id: int,
+    as_records: bool = False,
     interpret: bool = False,
 ) -> str | None:
-    """Say why `decode_front_end_pallas` cannot take these operands, or give None."""
+    """Say why `decode_front_end_pallas` cannot take these operands, or give None.
+
+    Of the tables only the shapes matter; `as_records`: given by their addresses.
+    """
     if interpret:
         return INTERPRET_REASON
     widths = {weight.shape[1] for weight in weights}
@@ -88,6 +94,9 @@ def unsupported_reason(
     (width,) = widths
     if width % _ORDER:
         return f"rows have {width} values, not a multiple of {_ORDER}"
+    stride = record_lookup_pallas.record_bytes(width)
+    if as_records and stride % 4:
+        return f"records have {stride} bytes, which are no whole words"
     if tokens * layout.n_hash_cols * width // _PIECE >= 2**31:
         return f"{tokens} tokens have more pieces than 32 bits can count"
     return layout_reason(layout, pad_id)
@@ -113,6 +122,16 @@ def _find_row(
 def _own_row(refs, layer, column, row, exists, *, rows_in_tables, width) -> Place:
     del column
     return own_row(refs, layer, row, exists, rows_in_tables=rows_in_tables, width=width)
+
+
+def _record_row(refs, layer, column, row, exists, *, rows_in_tables, width) -> Place:
+    del column
+    numbers = range(len(rows_in_tables))
+    where = pick(layer, [address(refs[f"record {number}"]) for number in numbers])
+    (table,) = load(where, width=64)
+    rows = pick(layer, [Word.of(rows) for rows in rows_in_tables])
+    inside = exists & row.compare("ult", rows)
+    return record_lookup_pallas.place_of(table, row, inside, width)
 
 
 def _move_piece(
@@ -223,12 +242,14 @@ def decode_front_end_pallas(
     block_table: jax.Array | None = None,
     records: Sequence[jax.Array] | None = None,
     first_token: jax.Array | None = None,
+    addresses: Sequence[jax.Array] | None = None,
     *,
     layout: EngramLayout,
     pad_id: int,
     block_size: int | None = None,
     columns: int | None = None,
     rows_per_shard: tuple[int, ...] = (),
+    table_shape: tuple[tuple[int, ...], ...] = (),
     num_tokens: int | None = None,
     advance_lookback: bool = False,
     interpret: bool = False,
@@ -254,12 +275,15 @@ def decode_front_end_pallas(
         `peer_lookup.make_record`; weights and scales are then this GPU's shards. None
         where they are the whole tables.
       first_token: int32 [1], the first token whose rows are wanted; None: 0.
+      addresses: Instead of weights and scales, which are then empty: where each layer's
+        table lies in host memory, uint32 [2], as `record_lookup` takes it.
       layout: Primes, offsets and multipliers.
       pad_id: The compressed pad id.
       block_size: Positions in a block.
       columns: With records, hash columns that a shard holds; None where tables are cut
         by rows.
       rows_per_shard: With records, rows that a shard of each layer has room for.
+      table_shape: With addresses, each layer's rows and values of a row.
       num_tokens: How many tokens' rows are wanted; None: T. Those past the batch's end
         are zeros.
       advance_lookback: Whether to move the lookback windows, which must be given, past
@@ -275,12 +299,20 @@ def decode_front_end_pallas(
       together None unless asked for.
     """
     tokens = input_ids.shape[0] if num_tokens is None else num_tokens
+    tables: Any = weights
+    if addresses is not None:
+        tables = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in table_shape]
     reason = unsupported_reason(
-        weights, tokens, layout=layout, pad_id=pad_id, interpret=interpret
+        tables,
+        tokens,
+        layout=layout,
+        pad_id=pad_id,
+        as_records=addresses is not None,
+        interpret=interpret,
     )
     if reason is not None:
         raise NotImplementedError(f"decode_front_end_pallas: {reason}")
-    width, layers = weights[0].shape[1], len(weights)
+    width, layers = tables[0].shape[1], len(tables)
     out_type = jax.ShapeDtypeStruct(
         (padded_tokens(tokens), layout.n_hash_cols * width), jnp.bfloat16
     )
@@ -291,7 +323,7 @@ def decode_front_end_pallas(
         raise NotImplementedError(f"decode_front_end_pallas: there is no {lacks}")
     windows = (query_start_loc.shape[0] - 1, layout.max_ngram_size - 1)
     if empty or windows[0] == 0:
-        rows = tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in weights)
+        rows = tuple(jnp.zeros(out_type.shape, out_type.dtype) for _ in tables)
         alive = jnp.zeros(alive_type.shape, alive_type.dtype)
         ids, dead = (jnp.zeros(windows, dtype) for dtype in (jnp.int32, jnp.bool_))
         return rows, alive, (ids, dead) if advance_lookback else None
@@ -311,15 +343,16 @@ def decode_front_end_pallas(
     if first_token is not None:
         operands["first"] = first_token
     operands |= by_layer(weight=weights, scale=scales)
-    if records is None:
-        rows_in_tables = [weight.shape[0] for weight in weights]
-        locate: Locate = functools.partial(
-            _own_row, rows_in_tables=rows_in_tables, width=width
-        )
-    else:
+    own: Any = {"rows_in_tables": [x.shape[0] for x in tables], "width": width}
+    if addresses is not None:
+        operands |= by_layer(record=addresses)
+        locate: Locate = functools.partial(_record_row, **own)
+    elif records is not None:
         operands |= by_layer(record=records)
-        tables = PeerTables(records[0].shape[0] - 1, columns, rows_per_shard)
-        locate = functools.partial(find_row, tables=tables, width=width)
+        peers = PeerTables(records[0].shape[0] - 1, columns, rows_per_shard)
+        locate = functools.partial(find_row, tables=peers, width=width)
+    else:
+        locate = functools.partial(_own_row, **own)
     out_types = {f"out {layer}": out_type for layer in range(layers)}
     out_types["alive"] = alive_type
     threads = tokens * layout.n_hash_cols * width // _PIECE

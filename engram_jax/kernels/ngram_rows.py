@@ -31,15 +31,17 @@ def reads_at_once(
     *,
     layout: EngramLayout,
     pad_id: int,
+    as_records: bool = False,
     backend: Backend | None = None,
 ) -> bool:
     """Say whether `ngram_rows` has a kernel for these tables and so many tokens.
 
     Args:
-        weights: one table a layer.
+        weights: one table a layer, or their shapes.
         tokens: how many tokens' rows are wanted.
         layout: primes, offsets and multipliers.
         pad_id: the compressed pad id.
+        as_records: whether tables are given by their addresses.
         backend: as of `ngram_rows`.
 
     Returns:
@@ -51,7 +53,12 @@ def reads_at_once(
         from . import decode_front_end_pallas
 
         return library_reason(tokens) or decode_front_end_pallas.unsupported_reason(
-            weights, tokens, layout=layout, pad_id=pad_id, interpret=interpret
+            weights,
+            tokens,
+            layout=layout,
+            pad_id=pad_id,
+            as_records=as_records,
+            interpret=interpret,
         )
 
     if backend in ("xla", "pallas_interpret") or tokens == 0:
@@ -61,7 +68,9 @@ def reads_at_once(
 
 
 def ngram_rows(
-    weights: Sequence[Float8e4m3fn[Array, "_ D"] | UInt8[Array, "_ D"]],
+    weights: Sequence[
+        Float8e4m3fn[Array, "_ D"] | UInt8[Array, "_ D"] | jax.ShapeDtypeStruct
+    ],
     scales: Sequence[UInt8[Array, "_ G"]],
     *,
     layout: EngramLayout,
@@ -72,6 +81,7 @@ def ngram_rows(
     rows_per_shard: Sequence[int] = (),
     first_token: Int32[Array, "1"] | None = None,
     num_tokens: int | None = None,
+    addresses: Sequence[UInt32[Array, "2"]] | None = None,
     advance_lookback: bool = False,
     **batch: Any,
 ) -> tuple[tuple[OrderedRows, ...], Bool[Array, " N"], Any]:
@@ -87,9 +97,9 @@ def ngram_rows(
     Gradient: none, tables are constants.
 
     Args:
-        weights: one table a layer, e4m3 values or their bytes; with records this GPU's
-            shards.
-        scales: their E8M0 bytes [R, D/32].
+        weights: one table a layer, e4m3 values or their bytes, in device or pinned host
+            memory; with records this GPU's shards; with addresses only their shapes.
+        scales: their E8M0 bytes [R, D/32]; with addresses none.
         layout: primes, offsets and multipliers.
         pad_id: the compressed pad id.
         block_size: positions in a block of the slot cache.
@@ -99,6 +109,7 @@ def ngram_rows(
         first_token: the first token whose rows are wanted; None takes the batch's.
         num_tokens: how many tokens' rows are wanted, N; None takes all, T. Those past
             the batch's end are zeros.
+        addresses: of tables in host memory, as `record_lookup` takes them.
         advance_lookback: whether the kernel also moves the lookback windows past the
             batch, as `NgramHashState.advance_lookback` does.
         **batch: the other arguments of `ngram_hash`, which
@@ -126,12 +137,14 @@ def ngram_rows(
         rows_per_shard=tuple(rows_per_shard),
         num_tokens=num_tokens,
         advance_lookback=advance_lookback,
+        table_shape=tuple(weight.shape for weight in weights),
     )
     rows, alive, advanced = jax.custom_batching.sequential_vmap(kernel)(
-        tuple(weights),
+        tuple(weights) if addresses is None else (),
         tuple(scales),
         *(batch.get(name) for name in _NAMES),
         None if records is None else tuple(records),
         first_token,
+        None if addresses is None else tuple(addresses),
     )
     return tuple(OrderedRows(values, tokens) for values in rows), alive, advanced

@@ -16,6 +16,17 @@ from .lookup_pallas import Place, Sizes
 from .mosaic_pallas import Predicate, Word, address, load
 
 
+def record_bytes(width: int) -> int:
+    """Count the bytes of a row of `width` values and their scales."""
+    return width + width // lookup_pallas.BLOCK
+
+
+def place_of(table: Word, row: Word, inside: Predicate, width: int) -> Place:
+    """Give the place of a row of the table at an address."""
+    values = table + row.widen() * record_bytes(width)
+    return Place(values, values + width, inside)
+
+
 def record_row(
     refs: Mapping[str, Any],
     row: Word,
@@ -28,8 +39,7 @@ def record_row(
     (id_,) = load(address(refs["ids"]) + row.widen() * 4, only_if=exists)
     (table,) = load(address(refs["table"]), width=64)
     inside = exists & id_.compare("ult", num_rows)  # a negative id is a large one
-    values = table + id_.widen() * (width + width // lookup_pallas.BLOCK)
-    return Place(values, values + width, inside)
+    return place_of(table, id_, inside, width)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "width"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from engram_jax.kernels import (
     lookup_pallas,
     ngram_hash_pallas,
     peer_lookup_pallas,
+    record_lookup_pallas,
     wkv_pallas,
 )
 from engram_jax.shards import TableShards
@@ -56,12 +58,21 @@ def alive_tokens(batch):
 
 
 def run_inline_code(
-    monkeypatch, layout, batch, weights, scales, locate, *, owned=None, records=None
+    monkeypatch,
+    layout,
+    batch,
+    weights,
+    scales,
+    locate,
+    *,
+    owned=None,
+    records=None,
+    width=None,
 ):
     """Runs the kernel's threads; `owned`: first token and count of those wanted.
 
     With `records`, weights and scales are those of all shards by name, and `records`
-    fills in the addresses.
+    fills in the addresses. `width`: values of a row; None: those of the weights.
     """
     arrays = {name: value for name, value in batch.items() if name != "block_size"}
     given = ngram_hash_pallas.batch_operands(**arrays)
@@ -75,7 +86,7 @@ def run_inline_code(
         first, tokens = owned
         buffers["first"] = np.array([first], np.int32)
     buffers |= weights | scales
-    width = next(iter(weights.values())).shape[1]
+    width = width or next(iter(weights.values())).shape[1]
     if records is not None:
         shape = records.shape
         buffers |= {
@@ -90,7 +101,12 @@ def run_inline_code(
     memory = Memory(buffers, out | {"alive": alive}, threads=pieces)
     if records is not None:
         records.write(memory)
-    modules = (ngram_hash_pallas, lookup_pallas, peer_lookup_pallas)
+    modules = (
+        ngram_hash_pallas,
+        lookup_pallas,
+        peer_lookup_pallas,
+        record_lookup_pallas,
+    )
     simulate(monkeypatch, memory, *modules, decode_front_end_pallas)
     for layer in range(layout.num_layers):
         decode_front_end_pallas._move_piece(
@@ -137,6 +153,50 @@ def test_inline_code_equals_separate_kernels(monkeypatch, sizes, history):
     for actual, wanted in zip(rows, expected, strict=True):
         assert_same_rows(actual, wanted)
     np.testing.assert_array_equal(alive, alive_tokens(batch))
+
+
+class Records:
+    """Tables whose rows are records, known by their addresses."""
+
+    shape = (2,)
+
+    def __init__(self, weights, scales):
+        parts = zip(weights, scales, strict=True)
+        whole = [np.concatenate(part, axis=1) for part in parts]
+        self.tables = named("table", whole)
+
+    def write(self, memory):
+        """Fills in where everything lies in the simulated memory."""
+        for layer, name in enumerate(self.tables):
+            address = np.array([int(memory.address(name).value)], "<u8")
+            place = memory.names.index(f"record {layer}")
+            memory.bytes[place][:] = address.view(np.uint8)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_rows_at_an_address_are_those_of_arrays(monkeypatch, width):
+    layout = make_layout(2, 3, 4, smallest=40)
+    batch = random_batch(5, 11, 3, layout.max_ngram_size, **HISTORIES[0])
+    weights, scales = zip(*tables(layout, width), strict=True)
+    expected = separate_kernels(batch, layout, weights, scales)
+    records = Records(weights, scales)
+    locate = functools.partial(
+        decode_front_end_pallas._record_row, rows_in_tables=layout.num_rows, width=width
+    )
+    rows, alive, memory = run_inline_code(
+        monkeypatch,
+        layout,
+        batch,
+        records.tables,
+        {},
+        locate,
+        records=records,
+        width=width,
+    )
+    for actual, wanted in zip(rows, expected, strict=True):
+        assert_same_rows(actual, wanted)
+    np.testing.assert_array_equal(alive, alive_tokens(batch))
+    assert all(memory.touched[name] for name in records.tables)
 
 
 class Peers:
@@ -263,6 +323,8 @@ def test_refuses_what_it_cannot_do():
     assert "differ" in str(reason(tables))
     assert "multiple of 64" in str(reason([jnp.zeros((4, 96), jnp.uint8)]))
     assert "interpreter" in str(reason(tables[:1], interpret=True))
+    assert "66 bytes" in str(reason(tables[:1], as_records=True))
+    assert reason(tables[1:], as_records=True) is None
 
 
 @pytest.mark.parametrize("history", HISTORIES[:2])
@@ -286,6 +348,38 @@ def test_compiles_for_hopper(tokens, history):
     assert [out.shape for out in rows] == [(8 if tokens == 1 else 16, 6144)] * 2
     assert (alive.shape, alive.dtype) == ((tokens,), jnp.bool_)
     assert "fusion" not in aot.text_of(compiled)  # nothing but the kernel
+
+
+@pytest.mark.parametrize("kind", ["records", "pinned"])
+def test_compiles_for_hopper_with_tables_in_host_memory(kind):
+    """No table is copied to the device, whose memory it would not fit."""
+    layout = make_layout()
+    batch, _ = operands(random_batch(0, 16, 16, 4, **HISTORIES[0]))
+    rows = layout.num_rows
+    shapes = [jax.ShapeDtypeStruct((n, 256), jnp.uint8) for n in rows]
+    tables, scales, addresses = (), (), None
+    if kind == "records":
+        addresses = [aot.operand((2,), jnp.uint32) for _ in rows]
+    else:
+        place = functools.partial(aot.operand, memory_kind="pinned_host")
+        tables = [place((n, 256), jnp.float8_e4m3fn) for n in rows]
+        scales = [place((n, 8), jnp.uint8) for n in rows]
+
+    def read(tables, scales, addresses, batch):
+        return kernels.ngram_rows(
+            tables or shapes,
+            scales,
+            layout=layout,
+            pad_id=PAD_ID,
+            addresses=addresses,
+            **batch,
+        )
+
+    compiled = aot.compile_for_hopper(read, tables, scales, addresses, batch)
+    text = aot.text_of(compiled)
+    assert aot.temporary_bytes(compiled) == 0
+    assert "fusion" not in text
+    assert "copy" not in text
 
 
 @pytest.mark.gpu
