@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from small_stack import CONFIG, make_stack, random_ids, token_map
 from engram_jax import EngramLayout, NgramHashState, kernels
 from engram_jax.kernels import gate_pallas, wkv_pallas
 from engram_jax.kernels.block_sizes import GateSizes, WkvSizes
+from engram_jax.registered_memory import RegisteredMemory
 
 
 def same(found, wanted) -> None:
@@ -85,15 +87,15 @@ def ngram_hash() -> None:
             same(found, hashes(tokens, "xla"))
 
 
-def wide_stack():
+def wide_stack(head_dim: int = 64):
     """Makes a small stack whose rows are wide enough for every kernel."""
-    return make_stack(head_dim=64)
+    return make_stack(head_dim=head_dim)
 
 
-def tables() -> list[tuple[np.ndarray, np.ndarray]]:
+def tables(head_dim: int = 64) -> list[tuple[np.ndarray, np.ndarray]]:
     """Gives the values and scales of both layers of a small stack."""
     with on_cpu():
-        layers = wide_stack().layers.values()
+        layers = wide_stack(head_dim).layers.values()
         return [
             (np.asarray(x.embedding.weight[...]), np.asarray(x.embedding.scale[...]))
             for x in layers
@@ -232,6 +234,62 @@ def peer_decode() -> None:
     jax.block_until_ready(parts)
 
 
+def records(head_dim: int) -> list[RegisteredMemory]:
+    """Gives both layers' tables as records in host memory that the GPU may read."""
+    found = []
+    for values, scales in tables(head_dim):
+        whole = np.concatenate([values.view(np.uint8), scales.view(np.uint8)], 1)
+        memory = np.frombuffer(mmap.mmap(-1, whole.nbytes), np.uint8)
+        memory[...] = whole.reshape(-1)
+        found.append(RegisteredMemory(memory))
+    return found
+
+
+def record_lookup() -> None:
+    """Reads rows of any alignment at an address, at both ends and outside."""
+    for head_dim in (32, 64, 256):
+        (known, *_), (memory, *_) = tables(head_dim), records(head_dim)
+        for count in (1, 37, 5000):
+            ids = np.random.default_rng(count).integers(-3, 910, count).astype(np.int32)
+            ids[0] = len(known[0]) - 1
+            found = kernels.record_lookup(
+                jnp.asarray(memory.address),
+                jnp.asarray(ids),
+                num_rows=len(known[0]),
+                head_dim=head_dim,
+            )
+            with on_cpu():
+                operands = map(jnp.asarray, (*known, ids))
+                same(found, kernels.lookup_packed(*operands, backend="xla"))
+
+
+def record_decode() -> None:
+    """Hashes, and reads rows of tables in host memory."""
+    memory = records(128)
+    for tokens in (2, 19, 64):
+        given = ragged_batch(tokens)
+        rows, alive, windows = kernels.ngram_rows(
+            [jax.ShapeDtypeStruct(x.shape, jnp.uint8) for x, _ in tables(128)],
+            (),
+            **wide_stack(128).hash_state.operands(**given),
+            addresses=[jnp.asarray(x.address) for x in memory],
+            advance_lookback=True,
+        )
+        same_windows(windows, tokens)
+        with on_cpu():
+            known = ~given["dead_mask"] & (
+                np.arange(tokens) < given["query_start_loc"][-1]
+            )
+            same(alive, known)
+            ids = hashes(tokens, "xla")
+            for layer, table in enumerate(tables(128)):
+                operands = map(jnp.asarray, (*table, ids[:, layer]))
+                wanted = kernels.lookup(*operands, backend="xla")
+                wanted = wkv_pallas.permute_columns(wanted.reshape(tokens, -1))
+                same(rows[layer].values[:tokens], wanted)
+    assert len(memory) == 2  # nothing but the addresses held on to it
+
+
 def gate() -> None:
     """Gates with and without a ring of buffers, masked."""
     for tokens, streams, width, sizes in (
@@ -279,7 +337,7 @@ LAUNCHES = {
     function.__name__: function
     for function in (
         *(ngram_hash, lookup, peer_lookup, decode_front_end, peer_decode),
-        *(gate, wkv),
+        *(record_lookup, record_decode, gate, wkv),
     )
 }
 
