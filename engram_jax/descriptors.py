@@ -3,28 +3,28 @@
 It takes three steps, so that nobody needs a thread: connect, give, take. What was given
 waits in the kernel until it is taken. Let all processes finish a step before any begins
 the next: then none waits in here. Otherwise it does, for a limited time.
+
+Sockets have names that are no files' (Linux's abstract ones), so that nothing is left
+of them, however a process ends.
 """
 
 import contextlib
 import os
+import secrets
 import socket
 import struct
-import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 SECONDS = 60.0
 """How long a process waits for another in one step."""
-PATH_BYTES = 107
-"""The longest path of a Unix socket."""
 _PER_MESSAGE = 253  # the kernel takes no more
 _NUMBER, _CREDENTIALS = struct.Struct("<q"), struct.Struct("3i")
 
 
 @contextlib.contextmanager
 def open_exchange(rank: int, *, seconds: float = SECONDS) -> Iterator["Exchange"]:
-    """Open a socket for others to connect to; removed at the end, whatever happens.
-
-    It lies in a directory of its own that no other user can enter.
+    """Open a socket for others to connect to, until the block ends.
 
     Args:
       rank: This process's number among those that take part.
@@ -32,65 +32,60 @@ def open_exchange(rank: int, *, seconds: float = SECONDS) -> Iterator["Exchange"
 
     Yields:
       What takes the three steps.
-
-    Raises:
-      OSError: There is no room for it in the temporary directory.
     """
     with contextlib.ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(prefix="engram_jax-")
-        path = os.path.join(stack.enter_context(made), "socket")
-        length = len(os.fsencode(path))
-        if length > PATH_BYTES:
-            raise OSError(
-                f"the path of a socket, {path}, has {length} bytes, and at most "
-                f"{PATH_BYTES} are possible: set TMPDIR to a shorter directory"
-            )
+        name = f"engram_jax-{secrets.token_hex(8)}"
         door = stack.enter_context(_new_socket(seconds))
-        door.bind(path)
+        door.bind(f"\0{name}")
         door.listen(socket.SOMAXCONN)
-        yield Exchange(rank, path, door, stack, seconds)
+        yield Exchange(rank, name, door, stack, seconds)
 
 
 class Exchange:
     """Takes the steps; `open_exchange` makes it.
 
     Attributes:
-      path: Of the socket, for the others.
+      name: Of the socket, ASCII without spaces, for the others.
     """
 
     def __init__(
         self,
         rank: int,
-        path: str,
+        name: str,
         door: socket.socket,
         stack: contextlib.ExitStack,
         seconds: float,
     ) -> None:
-        self.path = path
+        self.name = name
         self._rank, self._door, self._stack = rank, door, stack
         self._seconds = seconds
         self._peers = dict[int, socket.socket]()
 
-    def connect(self, paths: Mapping[int, str]) -> None:
+    def connect(self, names: Mapping[int, str]) -> None:
         """Connect to the other processes. They need not answer yet.
 
         Args:
-          paths: Of each of the other processes, by number: its `path`.
+          names: Of each of the other processes, by number: its `name`.
 
         Raises:
-          OSError: One is not there; the message names it.
+          OSError: One is not there, or of another user; the message names it.
         """
-        for peer, path in paths.items():
+        for peer, name in names.items():
             connection = self._stack.enter_context(_new_socket(self._seconds))
-            with self._named(peer, f"cannot be reached by {path}"):
+            with self._named(peer, f"cannot be reached by its socket {name}"):
                 try:
-                    connection.connect(path)
-                except FileNotFoundError as error:
+                    connection.connect(f"\0{name}")
+                except ConnectionRefusedError as error:
                     raise OSError(
-                        "it has ended, or its temporary directory is another; "
-                        "processes of several containers need one in common, set by "
-                        "TMPDIR"
+                        "it has ended, or its network is another; processes of several "
+                        "containers need one in common, that of the host"
                     ) from error
+                user = _user(connection)
+                if user != os.geteuid():
+                    raise PermissionError(
+                        f"it is of user {user}, and descriptors are for processes of "
+                        f"one user, here {os.geteuid()}"
+                    )
                 connection.send(_NUMBER.pack(self._rank))
             self._peers[peer] = connection
 
@@ -103,9 +98,13 @@ class Exchange:
         Raises:
           OSError: One did not connect in time, or is gone; the message names it.
         """
-        waiting = set(self._peers)
+        waiting, end = set(self._peers), time.monotonic() + self._seconds
         while waiting:
             try:
+                left = end - time.monotonic()
+                if left <= 0:  # strangers may connect again and again
+                    raise TimeoutError
+                self._door.settimeout(left)
                 connection, _ = self._door.accept()
             except TimeoutError as error:
                 missing = ", ".join(f"process {peer}" for peer in sorted(waiting))
@@ -171,16 +170,19 @@ def _new_socket(seconds: float) -> socket.socket:
     return made
 
 
-def _who(connection: socket.socket) -> int | None:
-    """The number of the process that connected, or None if it does not say."""
+def _user(connection: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
     level, name = socket.SOL_SOCKET, socket.SO_PEERCRED
-    known = connection.getsockopt(level, name, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(known)
-    if user != os.geteuid():
-        raise PermissionError(
-            f"a process of user {user} connected, and descriptors are for processes "
-            f"of user {os.geteuid()}"
-        )
+    _, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(level, name, _CREDENTIALS.size)
+    )
+    return user
+
+
+def _who(connection: socket.socket) -> int | None:
+    """The number of the process that connected, or None if it is none of them."""
+    if _user(connection) != os.geteuid():
+        return None
     try:
         message = connection.recv(_NUMBER.size)
     except (ConnectionError, TimeoutError):

@@ -61,13 +61,12 @@ def _context(number: int) -> Iterator[None]:
     """Make a GPU's context, JAX's own, current in this thread."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(device), number)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    _call("cuCtxPushCurrent_v2", context)
-    try:
+    with contextlib.ExitStack() as undo:
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        undo.callback(_call, "cuDevicePrimaryCtxRelease_v2", device)
+        _call("cuCtxPushCurrent_v2", context)
+        undo.callback(_call, "cuCtxPopCurrent_v2", ctypes.byref(context))
         yield
-    finally:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(context))
-        _call("cuDevicePrimaryCtxRelease_v2", device)
 
 
 def find_allocation(number: int, address: int, size: int) -> tuple[int, int, int]:

@@ -23,13 +23,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from . import gpu_driver, kernels
-from .descriptors import PATH_BYTES, open_exchange
+from .descriptors import open_exchange
 from .processes import agreement, machine
 
 if TYPE_CHECKING:  # it takes `mesh_reason` from here
     from .sharding import EngramSharding
 
-_DOOR_BYTES = 64 + 1 + PATH_BYTES + 4  # a machine's name, a path; a multiple of 8
+_DOOR_BYTES = 128  # a machine's name of at most 64, a socket's of 27; a multiple of 8
 
 
 def mesh_reason(
@@ -230,18 +230,18 @@ def _known_addresses(
                 given.append(gpu_driver.export_allocation(numbers[handle], handle))
                 stack.callback(os.close, given[-1])
             exchange = stack.enter_context(open_exchange(rank))
-        doors, parts = _gather_doors(f"{machine()} {exchange.path}", mine)
+        doors, parts = _gather_doors(f"{machine()} {exchange.name}", mine)
         # Each in an agreement of its own, so that no process waits in them.
         with agreement("connecting to those that hold tables"):
-            paths = dict[int, str]()
+            names = dict[int, str]()
             for process, door in enumerate(doors):
-                name, path = door.split(" ", 1)
-                if name != machine():
+                host, name = door.rsplit(" ", 1)
+                if host != machine():
                     whose = f"that of process {process}"
                     raise OSError(f"the memory is on another host, {whose}")
                 if process != rank:
-                    paths[process] = path
-            exchange.connect(paths)
+                    names[process] = name
+            exchange.connect(names)
         with agreement("giving the memory of tables"):
             exchange.give(given)
         with agreement("opening the memory of tables"):
@@ -270,7 +270,7 @@ def _handles(parts: npt.NDArray[np.uint64]) -> list[int]:
 def _gather_doors(
     door: str, parts: npt.NDArray[np.uint64]
 ) -> tuple[list[str], list[npt.NDArray[np.uint64]]]:
-    """By process: machine and path of its socket, and where its parts lie."""
+    """By process: machine and name of its socket, and where its parts lie."""
     block = os.fsencode(door).ljust(_DOOR_BYTES, b"\0") + parts.tobytes()
     blocks = multihost_utils.process_allgather(np.frombuffer(block, np.uint8))
     known = [row.tobytes() for row in np.asarray(blocks).reshape(-1, len(block))]

@@ -13,19 +13,20 @@ import time
 from pathlib import Path
 
 
-def meet(folder: Path, count: int, rank: int, path: str) -> dict[int, str]:
-    """Tells the others this process's path; gives theirs."""
+def meet(folder: Path, count: int, rank: int, name: str) -> dict[int, str]:
+    """Tells the others the name of this process's socket; gives theirs."""
+    folder.mkdir(exist_ok=True)
     written = folder / f"writing {rank}"
-    written.write_text(path)
+    written.write_text(name)
     written.rename(folder / str(rank))
-    paths, end = {}, time.monotonic() + 60
-    while len(paths) < count - 1:
+    names, end = {}, time.monotonic() + 60
+    while len(names) < count - 1:
         assert time.monotonic() < end
         for other in range(count):
             if other != rank and (folder / str(other)).exists():
-                paths[other] = (folder / str(other)).read_text()
+                names[other] = (folder / str(other)).read_text()
         time.sleep(0.02)
-    return paths
+    return names
 
 
 def make_file(content: str) -> int:
@@ -37,16 +38,17 @@ def make_file(content: str) -> int:
 
 def main(folder: str, count: str, rank: str, files: str, seconds: str, fault: str):
     """Takes all steps, and checks what came."""
-    import descriptors
+    import descriptors  # pyright: ignore[reportMissingImports]
 
     own = int(rank)
     given = [make_file(f"{own} {number}") for number in range(int(files))]
     with descriptors.open_exchange(own, seconds=float(seconds)) as exchange:
-        paths = meet(Path(folder), int(count), own, exchange.path)
+        names = meet(Path(folder), int(count), own, exchange.name)
+        if fault != "silent" or own != 1:
+            exchange.connect(names)
+        meet(Path(folder) / "connected", int(count), own, "")
         if fault == "silent" and own == 1:
-            time.sleep(2 * float(seconds) + 1)
             return
-        exchange.connect(paths)
         if fault == "ends" and own == 1:
             os._exit(9)
         exchange.give(given)

@@ -96,10 +96,14 @@ class Driver:
         return 0
 
     def _holder(self, address: int) -> tuple[int, Allocation] | None:
-        for handle, known in reversed(self.allocations.items()):
-            if known.base <= address < known.base + known.size:
-                return handle, known
-        return None
+        holders = [
+            (handle, known)
+            for handle, known in reversed(self.allocations.items())
+            if known.base <= address < known.base + known.size
+        ]
+        # Whole pages of arrays that are smaller overlap: the nearest is meant, and of
+        # several at one address the last.
+        return max(holders, key=lambda holder: holder[1].base, default=None)
 
     # --- Devices and contexts ---------------------------------------------------------
 

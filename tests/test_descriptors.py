@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
-import stat
-import tempfile
+import socket
 import time
 from pathlib import Path
 
@@ -20,16 +18,7 @@ from engram_jax import descriptors
 WORKER = str(TESTS / "descriptors_worker.py")
 
 
-@pytest.fixture
-def temporary(monkeypatch):
-    """A directory with a short name, where sockets are made."""
-    folder = Path(tempfile.mkdtemp(prefix="sock"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    shutil.rmtree(folder)
-
-
-def run(folder, temporary, processes, files=1, seconds=60.0, fault=""):
+def run(folder, processes, files=1, seconds=60.0, fault=""):
     given = [str(files), str(seconds), fault]
     programs = [
         [WORKER, str(folder), str(processes), str(rank), *given]
@@ -37,7 +26,7 @@ def run(folder, temporary, processes, files=1, seconds=60.0, fault=""):
     ]
     # The module by itself, so that the workers need not wait for JAX.
     package = os.path.dirname(descriptors.__file__)
-    return run_together(programs, {"TMPDIR": str(temporary), "PYTHONPATH": package})
+    return run_together(programs, {"PYTHONPATH": package})
 
 
 def open_pair(stack, seconds=0.5):
@@ -47,7 +36,7 @@ def open_pair(stack, seconds=0.5):
         for rank in range(2)
     ]
     for rank, exchange in enumerate(pair):
-        exchange.connect({1 - rank: pair[1 - rank].path})
+        exchange.connect({1 - rank: pair[1 - rank].name})
     return pair
 
 
@@ -59,43 +48,39 @@ def open_descriptors():
 
 
 @pytest.mark.parametrize(("processes", "files"), [(3, 2), (2, 300)])
-def test_each_process_has_the_files_of_all_others(
-    tmp_path, temporary, processes, files
-):
+def test_each_process_has_the_files_of_all_others(tmp_path, processes, files):
     """300 are more than one message holds."""
-    for code, output in run(tmp_path, temporary, processes, files):
+    for code, output in run(tmp_path, processes, files):
         assert (code, output.splitlines()[-1]) == (0, "all came")
-    assert not list(temporary.iterdir())
 
 
-def test_a_process_that_never_connects_is_named(tmp_path, temporary):
-    first, silent, last = run(tmp_path, temporary, 3, seconds=2, fault="silent")
+def test_a_process_that_never_connects_is_named(tmp_path):
+    first, silent, last = run(tmp_path, 3, seconds=2, fault="silent")
     for code, output in (first, last):
         assert code == 1
         assert "TimeoutError: process 1 did not connect within 2 s" in output
     assert silent[0] == 0
-    assert not list(temporary.iterdir())
 
 
-def test_a_process_that_ends_before_it_gives_is_named(tmp_path, temporary):
-    left, gone = run(tmp_path, temporary, 2, fault="ends")
+def test_a_process_that_ends_before_it_gives_is_named(tmp_path):
+    """Nothing is left of its socket."""
+    left, gone = run(tmp_path, 2, fault="ends")
     assert gone[0] == 9
     assert left[0] == 1
     assert left[1].splitlines()[-1].startswith("OSError: process 1 ")
-    # What a process leaves that was ended from outside, others cannot remove.
-    assert len(list(temporary.iterdir())) == 1
+    name = (tmp_path / "1").read_text()
+    assert name not in Path("/proc/net/unix").read_text()
 
 
 # --- Within one process ---------------------------------------------------------------
 
 
 @pytest.fixture
-def stack(temporary):
+def stack():
     before = open_descriptors()
     with contextlib.ExitStack() as made:
         yield made
     assert open_descriptors() == before
-    assert not list(temporary.iterdir())
 
 
 def test_no_descriptors_are_given_too(stack):
@@ -110,14 +95,49 @@ def test_no_descriptors_are_given_too(stack):
     assert not os.get_inheritable(taken)
 
 
-def test_no_other_user_can_connect(stack, monkeypatch):
-    one, _ = open_pair(stack)
-    folder = os.path.dirname(one.path)
-    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+def test_another_user_is_given_nothing(stack, monkeypatch):
+    """Anybody may connect to a socket without a file."""
+    one, other = open_pair(stack)
+    file = make_file("one")
+    stack.callback(os.close, file)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(PermissionError, match=f"a process of user {user} connected"):
+    with pytest.raises(TimeoutError, match=r"process 1 did not connect within 0\.5 s"):
+        one.give([file])
+    with pytest.raises(OSError, match="process 0 did not give all"):
+        other.take()
+
+
+def test_nothing_is_taken_from_another_user(stack, monkeypatch):
+    one, other = (
+        stack.enter_context(descriptors.open_exchange(rank)) for rank in range(2)
+    )
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(
+        OSError, match=f"process 1 .* of user {user}, .* here {user + 1}"
+    ):
+        one.connect({1: other.name})
+
+
+def test_strangers_do_not_keep_a_process_waiting(stack, monkeypatch):
+    """However many connect, and whatever they say."""
+    one, _ = open_pair(stack)
+    accept, strangers = socket.socket.accept, []
+
+    def accept_and_connect(door):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(f"\0{one.name}")
+            strangers.append(stranger.send(b"another"))
+        return accept(door)
+
+    one._peers[2] = one._peers[1]  # one that never connects
+    monkeypatch.setattr(socket.socket, "accept", accept_and_connect)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"process 2 did not connect within 0\.5 s"):
         one.give([])
+    assert time.monotonic() - began < 10
+    assert len(strangers) > 1
 
 
 def test_a_process_that_gives_nothing_in_time_is_named(stack):
@@ -150,16 +170,16 @@ def test_one_that_gave_some_and_ended_is_named(stack, monkeypatch):
 def test_a_process_whose_socket_is_gone_is_named(stack):
     one = stack.enter_context(descriptors.open_exchange(0))
     with descriptors.open_exchange(1) as other:
-        path = other.path
-    with pytest.raises(OSError, match=r"process 1 cannot be reached .* set by TMPDIR"):
-        one.connect({1: path})
+        name = other.name
+    with pytest.raises(OSError, match=r"process 1 cannot be reached .* it has ended"):
+        one.connect({1: name})
 
 
 def test_one_that_ends_after_all_connected_is_named(stack):
     one = stack.enter_context(descriptors.open_exchange(0))
     with descriptors.open_exchange(1) as other:
-        one.connect({1: other.path})
-        other.connect({0: one.path})
+        one.connect({1: other.name})
+        other.connect({0: one.name})
     with pytest.raises(OSError, match="process 1 cannot be given descriptors: "):
         one.give([])
     with pytest.raises(OSError, match="process 1 did not give all descriptors: "):
@@ -183,15 +203,3 @@ def test_too_many_open_descriptors_are_an_error(stack):
             one.take()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_directory_with_too_long_a_name_is_refused(stack, temporary, monkeypatch):
-    deep = temporary / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with (
-        pytest.raises(OSError, match="at most 107 are possible: set TMPDIR"),
-        descriptors.open_exchange(0),
-    ):
-        pass
-    deep.rmdir()

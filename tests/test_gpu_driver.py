@@ -126,6 +126,8 @@ def test_memory_that_is_not_within_one_allocation_is_refused(driver):
 @pytest.mark.parametrize(
     "name",
     [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent_v2",
         "cuMemGetAddressRange_v2",
         "cuMemExportToShareableHandle",
         "cuMemImportFromShareableHandle",
