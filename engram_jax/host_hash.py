@@ -122,4 +122,7 @@ def narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.dtype.kind not in "iu" or array.dtype == np.int32:
         return array
     fits = (array >= -1) & (array <= np.iinfo(np.int32).max)
-    return np.where(fits, array, -1).astype(np.int32)
+    # Not `where`: an unsigned dtype has no -1.
+    narrowed = array.astype(np.int32)
+    narrowed[~fits] = -1
+    return narrowed

@@ -352,7 +352,8 @@ def take_rows(
             part.take(ids, 0, place, "clip")
         else:
             place[...] = part.take(ids, 0, mode="clip")
-    unsigned = ids.view(f"u{ids.dtype.itemsize}")  # a negative id becomes a large one
+    # A negative id becomes a large one.
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
     if ids.size and int(unsigned.max()) >= parts[0].shape[0]:
         out[unsigned >= parts[0].shape[0]] = 0
 

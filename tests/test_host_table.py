@@ -92,6 +92,19 @@ def test_rows_equal_plain_indexing(source, monkeypatch):
         stored[0][...] = 0
 
 
+@pytest.mark.parametrize("dtype", ["i2", ">i4", "i8", ">i8"])
+def test_ids_have_any_signed_dtype(source, dtype):
+    ids = IDS.astype(dtype)
+    np.testing.assert_array_equal(open_table(source).gather(ids), expected(source, IDS))
+
+
+@pytest.mark.parametrize("dtype", ["u2", ">u4", "u8"])
+def test_ids_have_any_unsigned_dtype(source, dtype):
+    ids = np.abs(IDS).astype(dtype)
+    wanted = expected(source, np.abs(IDS))
+    np.testing.assert_array_equal(open_table(source).gather(ids), wanted)
+
+
 def test_closed_table_refuses_and_others_go_on(source):
     table, other = open_table(source), open_table(source)
     stored = table.stored_rows("weight", 0, 3)

@@ -81,6 +81,39 @@ def test_hashes_for_the_device_are_narrowed(stacks, dtype):
         assert (found[0] == (-1 if dtype == np.int64 else hashes[0])).all()
 
 
+@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize("dtype", ["u1", "i2", "u4", "i8", ">i8", "u8"])
+def test_hashes_have_any_integer_dtype(stacks, dtype, unique):
+    """Pitfall: NumPy has no -1 for an id that does not fit, in an unsigned dtype."""
+    hashes = (random_hashes(9, 2) % 100).astype(dtype)
+    if hashes.itemsize == 8:
+        hashes[0] = 2**32 + 5 if dtype != "u8" else 2**63 + 5
+    mixed = engram_jax.EngramStack(
+        stacks["device"].config,
+        stacks["device"].hash_state,
+        {1: stacks["device"].layers[1], 3: stacks["pinned_host"].layers[3]},
+    )
+    table = stacks["device"].layers[3].embedding
+    wanted = np.where(hashes < 850, hashes, 0).astype(np.int32)
+    wanted[hashes >= 850] = -1
+    with EngramPrefetch(mixed, threads=1, unique=unique) as prefetch:
+        warmed(prefetch, hashes)  # in turn by a thread and by `start`
+        batch = prefetch.start(hashes).result()
+        assert batch.hash_ids.dtype == jnp.int32
+        same(batch.hash_ids, wanted)
+        same(batch.rows[1].packed(), table.lookup_packed(jnp.asarray(wanted[:, 1])))
+
+
+def test_tokens_may_be_unsigned(stacks):
+    tokens = random_batch(30, 1)
+    with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
+        wanted = rows_of(prefetch.start(**tokens).result())
+        tokens["input_ids"] = tokens["input_ids"].astype(np.uint32)
+        found = rows_of(prefetch.start(**tokens).result())
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+
+
 def test_a_batch_that_has_its_rows_is_refused(stacks):
     with EngramPrefetch(stacks["pinned_host"], threads=1) as prefetch:
         batch = prefetch.start(random_hashes(4, 0)).result()
