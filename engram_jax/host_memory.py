@@ -55,7 +55,7 @@ class HostMemoryReport:
       interleave: Likewise.
       prefault: Likewise.
       lock: Likewise.
-      register: Likewise.
+      register: Likewise; "not yet" until an embedding has the table.
     """
 
     huge_pages: str = "off"

@@ -62,8 +62,8 @@ class RecordTable(HostRows):
         self.head_dim = width * QUANT_BLOCK // (QUANT_BLOCK + 1)
         self.report = report
         self._records: npt.NDArray[np.uint8] | None = records
-        self._may_register = may_register
         self._registered: RegisteredMemory | None = None
+        report.register = "not yet" if may_register else "off"
 
     def register(self) -> None:
         """Let the GPU read the rows by itself, if there is one and the options say so.
@@ -74,13 +74,19 @@ class RecordTable(HostRows):
         Raises:
           ValueError: The table was closed.
         """
-        if not self._may_register or self._registered is not None:
+        if self.report.register != "not yet":
             return
+        records = self._open_records()
         try:
-            self._registered = RegisteredMemory(self._open_records())
+            self._registered = RegisteredMemory(records)
             self.report.register = "on"
         except OSError as error:
             self.report.register = f"not available: {error}"
+        _log.info(
+            "%s of host memory registered for the GPU to read: %s",
+            gigabytes(records.nbytes),
+            self.report.register,
+        )
 
     @property
     def reads_on_device(self) -> bool:

@@ -162,15 +162,19 @@ def open_table(kind, source, **options):
     if kind is SharedHostTable:
         options["directory"] = source.parent
     table = kind(infos["weight"], infos["scale"], **options)
-    assert table.report.register == "off"  # loading starts no backend
+    asked = options.get("options", HostMemoryOptions()).register
+    known = "not yet" if asked else "off"  # loading starts no backend
+    assert table.report.register == known
     assert not table.reads_on_device
     ParallelEngramEmbedding.from_storage(table)
     return table
 
 
 @pytest.mark.parametrize("kind", [HostTable, SharedHostTable])
-def test_without_a_gpu_the_host_reads(kind, source):
+def test_without_a_gpu_the_host_reads(kind, source, caplog):
+    caplog.set_level("INFO", "engram_jax")
     table = open_table(kind, source)
+    assert "registered for the GPU to read: not available: the device" in caplog.text
     assert table.report.register == "not available: the device is a CPU, not a GPU"
     assert not table.reads_on_device
     off = open_table(kind, source, options=HostMemoryOptions(register=False))

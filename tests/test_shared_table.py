@@ -379,7 +379,7 @@ def test_options_are_reported(source, folder):
             "not needed",
         )
     table.close()
-    off = HostMemoryOptions(huge_pages=False, interleave=False, prefault=False)
+    off = HostMemoryOptions(*[False] * 5)
     table = open_table(source, options=off)
     assert (
         str(table.report)
