@@ -69,7 +69,7 @@ class EngramPrefetch:
             `hot_rows` alone. Not on a mesh.
         hot_rows: bytes of device memory for a cache of frequent rows, of all layers
             together; or the caches, one a layer. Not on a mesh.
-        direct_tokens: up to this many tokens the GPU reads pinned tables itself, which
+        direct_tokens: up to this many tokens the GPU reads host memory itself, which
             starts sooner. None takes what was measured.
         early_copies: 0 leaves the copy to the step. Otherwise `result` copies the rows
             in this many pieces, each half as large as the one before, as soon as it is
