@@ -203,8 +203,13 @@ def register(number: int, address: int, size: int) -> int:
     with _context(number):
         try:
             _call("cuMemHostRegister_v2", memory, size_, _FOR_ALL_GPUS)
-        except OSError:  # what this process may not write, either
-            _call("cuMemHostRegister_v2", memory, size_, _FOR_ALL_GPUS | _READ_ONLY)
+        except OSError as refused:
+            # What this process itself may not write is registered to be read.
+            flags = _FOR_ALL_GPUS | _READ_ONLY
+            try:
+                _call("cuMemHostRegister_v2", memory, size_, flags)
+            except OSError as error:
+                raise OSError(f"{refused}; to be read only: {error}") from error
         _call("cuMemHostGetDevicePointer_v2", ctypes.byref(where), memory, 0)
     return where.value
 

@@ -91,6 +91,7 @@ def _step_programs(bench: MeasuredMesh, forms, tokens) -> dict[str, Program]:
                 lambda leaves, hidden, batch: hidden + 1,
                 (step.leaves, hidden, batches[0]),
                 hidden.sharding,
+                keep_unused=True,
             )
             rest[added] = rest[name]
     done = compile_all(jobs)

@@ -160,7 +160,11 @@ def where(times: dict[str, Times], name: str, one: str) -> list[str]:
 
 
 def compile_step(
-    function: Callable[..., Any], operands: tuple[Any, ...], out_sharding: Any = None
+    function: Callable[..., Any],
+    operands: tuple[Any, ...],
+    out_sharding: Any = None,
+    *,
+    keep_unused: bool = False,
 ) -> Any:
     """Compile a function for operands as they lie.
 
@@ -169,14 +173,12 @@ def compile_step(
         operands: of the same shapes and places as in all calls.
         out_sharding: of the result, which then takes the second operand's memory; None
             donates nothing.
+        keep_unused: whether operands that the function does not use are passed, too.
 
     Returns:
         The compiled function.
     """
-    if out_sharding is None:
-        jitted = jax.jit(function)
-    else:
-        jitted = jax.jit(
-            function, donate_argnums=1, out_shardings=out_sharding, keep_unused=True
-        )
-    return jitted.lower(*operands).compile()
+    options: dict[str, Any] = {"keep_unused": keep_unused}
+    if out_sharding is not None:
+        options |= {"donate_argnums": 1, "out_shardings": out_sharding}
+    return jax.jit(function, **options).lower(*operands).compile()

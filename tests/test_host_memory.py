@@ -64,9 +64,10 @@ def chosen(path: Path) -> str:
         return "never"
 
 
-@pytest.mark.skipif(
-    chosen(host_memory._HUGE_PAGES) == "never", reason="huge pages are switched off"
-)
+SWITCHED_OFF = chosen(host_memory._HUGE_PAGES) == "never"
+
+
+@pytest.mark.skipif(SWITCHED_OFF, reason="huge pages are switched off")
 def test_private_memory_has_huge_pages_and_the_report_counts_them():
     mapping = HostMapping(None, SIZE, HostMemoryOptions())
     found = fill(mapping)

@@ -330,7 +330,9 @@ def test_options_are_reported(source, large):
             "not needed",
         )
     assert report.prefault == "on"
-    off = HostMemoryOptions(*[False] * 5)
+    off = HostMemoryOptions(
+        huge_pages=False, interleave=False, prefault=False, register=False
+    )
     table = open_table(source, options=off)
     assert (
         str(table.report)

@@ -40,9 +40,8 @@ def h200s(tp: int, dp: int) -> jax.sharding.Mesh:
             platform="cuda", target_config=target.read_text(), topology=f"1x1x{tp * dp}"
         )
     except Exception as error:  # the plugin's absence shows as one of several types
-        pytest.skip(
-            reason=f"no CUDA compiler plugin (pip install jax-cuda12-plugin): {error}"
-        )
+        reason = f"no CUDA compiler plugin (pip install jax-cuda12-plugin): {error}"
+        pytest.skip(reason=reason)
     return topologies.make_mesh(
         topo=topology, mesh_shape=(tp, dp), axis_names=("tp", "dp")
     )

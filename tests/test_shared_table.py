@@ -379,7 +379,9 @@ def test_options_are_reported(source, folder):
             "not needed",
         )
     table.close()
-    off = HostMemoryOptions(*[False] * 5)
+    off = HostMemoryOptions(
+        huge_pages=False, interleave=False, prefault=False, register=False
+    )
     table = open_table(source, options=off)
     assert (
         str(table.report)

@@ -249,7 +249,7 @@ def decode_front_end_pallas(
     block_size: int | None = None,
     columns: int | None = None,
     rows_per_shard: tuple[int, ...] = (),
-    table_shape: tuple[tuple[int, ...], ...] = (),
+    table_shapes: tuple[tuple[int, ...], ...] = (),
     num_tokens: int | None = None,
     advance_lookback: bool = False,
     interpret: bool = False,
@@ -283,7 +283,7 @@ def decode_front_end_pallas(
       columns: With records, hash columns that a shard holds; None where tables are cut
         by rows.
       rows_per_shard: With records, rows that a shard of each layer has room for.
-      table_shape: With addresses, each layer's rows and values of a row.
+      table_shapes: With addresses, each layer's rows and values of a row.
       num_tokens: How many tokens' rows are wanted; None: T. Those past the batch's end
         are zeros.
       advance_lookback: Whether to move the lookback windows, which must be given, past
@@ -301,7 +301,7 @@ def decode_front_end_pallas(
     tokens = input_ids.shape[0] if num_tokens is None else num_tokens
     tables: Any = weights
     if addresses is not None:
-        tables = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in table_shape]
+        tables = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in table_shapes]
     reason = unsupported_reason(
         tables,
         tokens,

@@ -137,7 +137,7 @@ def ngram_rows(
         rows_per_shard=tuple(rows_per_shard),
         num_tokens=num_tokens,
         advance_lookback=advance_lookback,
-        table_shape=tuple(weight.shape for weight in weights),
+        table_shapes=tuple(weight.shape for weight in weights),
     )
     rows, alive, advanced = jax.custom_batching.sequential_vmap(kernel)(
         tuple(weights) if addresses is None else (),

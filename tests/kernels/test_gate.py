@@ -322,9 +322,8 @@ def test_vmap_scan_and_checkpoint(backend, run):
         assert_within("gate_bfloat16", rows.reshape(flat.shape), expected, 1.0)
 
     if backend == "pallas_interpret":
-        pytest.skip(
-            reason="JAX does not rematerialise the interpreter's ordered effects"
-        )
+        reason = "JAX does not rematerialise the interpreter's ordered effects"
+        pytest.skip(reason=reason)
 
     def loss(hidden, kv):
         return jnp.square(call(hidden, kv).astype(jnp.float32)).sum()
